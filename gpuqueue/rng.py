@@ -74,7 +74,7 @@ class Random:
         shape = (shape,) if isinstance(shape, int) else shape
         words = self._words(2 * int(np.prod(shape))).astype(np.float64)
         unit = (np.floor(words[..., 0::2] / 32) * 2.0**26 + np.floor(words[..., 1::2] / 64)) / 2.0**53
-        return (low + (high - low) * unit).reshape(*self.keys.shape, *shape)
+        return np.asarray(low + (high - low) * unit).reshape((*self.keys.shape, *shape))
 
     def normal(self, shape: int | tuple[int, ...] = ()) -> NDArray[np.float64]:
         """Standard normal numbers (Box and Muller 1958), shape (*keys.shape, *shape)."""

@@ -14,7 +14,7 @@ from gpuqueue.patches.gather import contract
 from gpuqueue.patches.gather.contract import NEAREST_SHIFT, Mode, PullBack, Read, Source, Spline, spline_weights
 
 Floats = NDArray[np.float64]
-TOLERANCE = {"torch": 1e-4}
+TOLERANCE = {"torch": 1e-4, "numba": 2e-5}
 DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.float16, torch.bfloat16, torch.float32,
 )  # fmt: skip

@@ -49,6 +49,11 @@ class Preparation:
         pads = {key: _pad_values(volume, key, self._pad_of(key, volume.roles[key])) for key in volume.arrays}
         return volume, Prepared(reference, pads, dict(self.sampler.prepare(volume)))
 
+    @property
+    def needs_grid(self) -> bool:
+        """Whether `check_grid` can find anything."""
+        return self.on_small == "raise" or self.elastic is not None
+
     def reference_grid(self, grid: Grid) -> Grid:
         """The grid that `orientation=` and `spacing=` make of the reference key's."""
         if self.orientation is not None:

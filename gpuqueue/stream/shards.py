@@ -8,16 +8,13 @@ alone, never on the epoch or the rank: every rank ends at the same batch of ever
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuqueue.rng import make_key
-from gpuqueue.stream.commands import Command
 
 _Line = tuple[NDArray[np.int64], NDArray[np.int64]]  # volumes and their patches, both (number of entries,)
 
@@ -63,7 +60,7 @@ def epoch_size(
     EpochSize(total=21, per_rank=11, batches=3, padded=1, dropped=0)
     """
     _check_sizes(counts, batch_size, batches_per_epoch, world_size, uneven)
-    total = sum(counts)
+    total = int(sum(counts))
     if batches_per_epoch is not None:
         if total == 0 and batches_per_epoch > 0:
             raise ValueError(f"batches_per_epoch is {batches_per_epoch}, but no volume has a patch to give")
@@ -166,14 +163,16 @@ def weighted_counts(counts: Sequence[int], weights: Sequence[float]) -> NDArray[
     if wanted.sum() == 0:
         raise ValueError("all weights of volumes that have patches are 0, so no volume can give one; raise one of them")
     exact = wanted * (total / wanted.sum())
-    shares = np.floor(exact + 1e-9).astype(np.int64)  # a share that is whole but for rounding is whole
-    remainders = np.where(wanted > 0, exact - shares, -np.inf)
+    shares: NDArray[np.int64] = np.floor(exact + 1e-9).astype(
+        np.int64
+    )  # a share that is whole but for rounding is whole
+    remainders = np.where(wanted > 0, np.round(exact - shares, 9), -np.inf)
     shares[np.argsort(-remainders, kind="stable")[: total - int(shares.sum())]] += 1
     return shares
 
 
 def _visits(plain: NDArray[np.int64], shares: NDArray[np.int64]) -> _Line:
-    """Every volume's share in as few visits of at most its own count as hold it; all first visits, all second ones..."""
+    """Every volume's share as visits of at most its own count each: all the first visits, all the second ones, ..."""
     visits = -(-shares // np.maximum(plain, 1))
     volumes = np.repeat(np.arange(len(shares)), visits)
     turn = np.arange(len(volumes)) - np.repeat(np.cumsum(visits) - visits, visits)
@@ -244,49 +243,3 @@ def _check_sizes(
     negative = next((volume for volume, count in enumerate(counts) if count < 0), None)
     if negative is not None:
         raise ValueError(f"volume {negative} cannot give {counts[negative]} patches; the number must be 0 or more")
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a stream goes on: `patches` and `visits` of each volume that came before, and the `stream` from there.
-
-    A visit is a load or a redraw. The stream begins with a load of each volume that is resident at that point; such a
-    load is no new visit.
-    """
-
-    patches: dict[int, int]
-    visits: dict[int, int]
-    resident: list[int]
-    stream: Iterator[Command]
-
-
-def resume(stream: Iterable[Command], patches_received: int) -> ResumePoint:
-    """Leaves out the first `patches_received` patches of a stream, and every load that only they needed.
-
-    Raises ValueError when the stream has fewer patches.
-
-    >>> from gpuqueue.stream.commands import parse, to_text
-    >>> to_text(resume(parse("L0 P0 L1 P1 D1 P0 D0"), 2).stream)
-    'L0 P0 D0'
-    """
-    commands = iter(stream)
-    patches: Counter[int] = Counter()
-    visits: Counter[int] = Counter()
-    resident: dict[int, None] = {}
-    following: list[Command] = []
-    for command in commands:
-        op, volume = command
-        if op == "P":
-            if patches.total() == patches_received:
-                following = [command]
-                break
-            patches[volume] += 1
-        elif op == "D":
-            del resident[volume]
-        else:
-            visits[volume] += 1
-            resident[volume] = None
-    if patches.total() < patches_received:
-        raise ValueError(f"the stream has {patches.total()} patches, so none after {patches_received} can follow")
-    loads = [Command("L", volume) for volume in resident]
-    return ResumePoint(dict(patches), dict(visits), list(resident), chain(loads, following, commands))

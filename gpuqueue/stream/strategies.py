@@ -17,7 +17,8 @@ import numpy as np
 
 from gpuqueue.rng import make_key
 from gpuqueue.stream.commands import Command, check, parse
-from gpuqueue.stream.sliding import Visit, check_capacity, sliding, worth_loading
+from gpuqueue.stream.sliding import Visit, check_capacity, worth_loading
+from gpuqueue.stream.sliding import sliding as sliding
 
 Block = dict[int, int]  # volume: patches, in the order of loading
 Strategy = Callable[[Iterable[Visit], int, np.random.Generator], Iterable[Command]]

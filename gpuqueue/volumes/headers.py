@@ -22,7 +22,8 @@ from gpuqueue.volumes.storage import check_numeric
 
 START = 540  # bytes that hold the longest of the headers
 FORMS_AGREE = 1e-2  # voxels that sform and qform may differ by
-_TO_MM = {"meter": 1e3, "micron": 1e-3}
+_UNITS = {1: ("metres", 1e3), 3: ("microns", 1e-3)}  # NIfTI codes; 2 is mm
+_WORTH_SAYING = 30  # of nibabel's levels; below are repairs that change nothing that is used
 _ERROR_LEVEL = 40  # from here on a header fault is an error in nibabel
 
 
@@ -110,10 +111,10 @@ def file_affine(header: Any, best: Any, shape: tuple[int, ...], where: str) -> t
     if not isinstance(header, Nifti1Header):
         return affine, ()
     remarks = [_forms(header, affine, shape)]
-    unit = _unit(header)
-    if unit in _TO_MM:
-        affine[:3] *= _TO_MM[unit]
-        remarks.append(f"the header is in {unit}s; its affine was multiplied by {_TO_MM[unit]:g} to give mm")
+    unit, factor = _UNITS.get(int(header["xyzt_units"]) % 8, ("mm", 1.0))
+    if factor != 1:
+        affine[:3] *= factor
+        remarks.append(f"the header is in {unit}; its affine was multiplied by {factor:g} to give mm")
     return affine, tuple(remark for remark in remarks if remark)
 
 
@@ -137,7 +138,8 @@ class _Notes(list[str]):
     """What nibabel says about a header, kept so that it can be logged with the file's name."""
 
     def log(self, level: int, message: str) -> None:
-        self.append(message)
+        if level >= _WORTH_SAYING:
+            self.append(message)
 
 
 def _forms(header: Nifti1Header, affine: Matrix, shape: tuple[int, ...]) -> str:
@@ -153,10 +155,3 @@ def _forms(header: Nifti1Header, affine: Matrix, shape: tuple[int, ...]) -> str:
     if apart <= FORMS_AGREE:
         return ""
     return f"sform and qform differ by up to {apart:.3g} voxels; the sform is used, as in nibabel"
-
-
-def _unit(header: Nifti1Header) -> str:
-    try:
-        return str(header.get_xyzt_units()[0])
-    except KeyError:  # a code that the standard does not have
-        return "unknown"

@@ -13,7 +13,7 @@ import zlib
 
 MAGIC = b"\x1f\x8b"
 LARGEST_RATIO = 1032  # bytes that one byte of a deflate stream can stand for (258 bytes from two bits)
-_SPARE = 1 << 20  # bytes that a stream may hold beyond what is needed, on the fast path
+_SPARE = 1 << 18  # bytes that a stream may hold beyond what is needed, on the fast path, and a piece of the slow one
 _LIBDEFLATE_END = 1 << 32
 
 
@@ -23,7 +23,12 @@ def inflate_start(compressed: bytes, size: int) -> bytes:
     >>> inflate_start(gzip.compress(b"header and data"), 6)
     b'header'
     """
-    return zlib.decompressobj(wbits=31).decompress(compressed, size)
+    data = b""
+    while compressed.startswith(MAGIC) and len(data) < size:
+        member = zlib.decompressobj(wbits=31)
+        data += member.decompress(compressed, size - len(data))
+        compressed = member.unused_data  # the next member, once this one has ended
+    return data
 
 
 def inflate(compressed: bytes, needed: int) -> bytearray:

@@ -8,6 +8,7 @@ importing threads (a child forked in between hangs).
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -110,6 +111,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Comes back where there was nothing to read: the order had ended."""
+
+
+Order = Iterator[tuple[int, int]]  # (epoch, index) of the volumes to read; index -1 where there is nothing to read
+
+
+@dataclass(frozen=True)
 class ReadSettings:
     """How items become volumes, in this process or a worker."""
 
@@ -126,7 +135,8 @@ class ReadSettings:
         """The item, as a prepared volume; any exception as a Failure."""
         try:
             volume = as_volume(get(), self.id_of(index), self.roles, self.same_grid)
-            if self.ids is not None:
+            if self.ids is not None and volume.id != self.ids[index]:
+                volume = copy.copy(volume)
                 volume.id = self.ids[index]
             loaded = Loaded(*self.prepare(volume))
             if get_worker_info() is not None:
@@ -154,7 +164,10 @@ class _ReadingDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, settings: ReadSettings, busy: torch.Tensor) -> None:
         self.dataset, self.settings, self.busy = dataset, settings, busy
 
-    def __getitem__(self, index: int) -> Loaded | Failure:
+    def __getitem__(self, request: tuple[int, int]) -> Loaded | Failure | Idle:
+        _, index = request
+        if index < 0:
+            return Idle()
         info = get_worker_info()
         worker = info.id if info is not None else 0
         self.busy[worker, 0] = index
@@ -178,23 +191,23 @@ class _WorkerStart:
             self.user(worker)
 
 
-class _Indices(torch.utils.data.Sampler[int]):
-    """The sampler: hands out what `order` yields; asked again by nobody."""
+class _InOrder(torch.utils.data.Sampler[tuple[int, int]]):
+    """The sampler: hands out what `order` yields, across epochs; asked again by nobody."""
 
-    def __init__(self, order: Iterator[int]) -> None:
+    def __init__(self, order: Order) -> None:
         self.order = order
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Order:
         return self.order
 
 
 class Reader:
-    """Reads volumes in the order of an endless iterator of indices, by the workers of a `volume_loader`.
+    """Reads volumes in an endless order, by the workers of a `volume_loader`.
 
     `next()` may be called from any one thread; `stop` (an Event) ends its wait.
     """
 
-    def __init__(self, loader: DataLoader[Any], settings: ReadSettings, order: Iterator[int], seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], settings: ReadSettings, order: Order, seed: int) -> None:
         workers = loader.num_workers
         self._busy = torch.full((max(1, workers), 2), -1, dtype=torch.int64).share_memory_()
         self._settings, self._seed = settings, seed
@@ -212,7 +225,7 @@ class Reader:
         self._loader: DataLoader[Any] = DataLoader(
             _ReadingDataset(loader.dataset, settings, self._busy),
             batch_size=None,
-            sampler=_Indices(order),
+            sampler=_InOrder(order),
             num_workers=workers,
             generator=torch.Generator().manual_seed(seed % 2**63),  # else a DataLoader draws from the global state
             **options,
@@ -242,7 +255,7 @@ class Reader:
         if failed:
             raise failed[0]
 
-    def next(self, stop: threading.Event) -> Loaded | Failure | None:
+    def next(self, stop: threading.Event) -> Loaded | Failure | Idle | None:
         """The next volume; None once `stop` is set. Raises WorkerError when a worker died or a read took too long."""
         if self._iterator is None:
             self.start()
@@ -250,7 +263,7 @@ class Reader:
         while not stop.is_set():
             try:
                 assert self._iterator is not None
-                item: Loaded | Failure = next(self._iterator)
+                item: Loaded | Failure | Idle = next(self._iterator)
                 return item
             except Exception as error:
                 if self._loader.num_workers == 0:
@@ -302,15 +315,25 @@ class Reader:
 
 
 class ForeignReader:
-    """Reads from anyone's DataLoader, in its own order, one epoch at a time."""
+    """Reads from anyone's DataLoader, in its own order, one pass an epoch."""
 
-    def __init__(self, loader: Any, settings: ReadSettings) -> None:
-        self._loader, self._settings = loader, settings
+    def __init__(self, loader: Any, settings: ReadSettings, order: Order) -> None:
+        self._loader, self._settings, self._order = loader, settings, order
         self._items: Iterator[Any] | None = None
         self._waiting: list[Any] = []
         self._position = 0
 
-    def begin(self, epoch: int) -> None:
+    def start(self) -> None:
+        """Nothing starts before the first volume is asked for."""
+
+    def next(self, stop: threading.Event) -> Loaded | Failure | Idle | None:
+        """The next volume, or a Failure where the loader raises, ends too soon or cannot go back."""
+        epoch, index = next(self._order)
+        if index < 0:
+            return Idle()
+        return self._settings.load(lambda: self._pull(epoch, index), index)
+
+    def _begin(self, epoch: int) -> None:
         """Starts the loader's next pass; its sampler is told the epoch if it asks for one."""
         for sampler in (
             getattr(self._loader, "sampler", None),
@@ -323,21 +346,27 @@ class ForeignReader:
         with FORK_LOCK:
             self._items = iter(self._loader)
 
-    def next(self, stop: threading.Event) -> Loaded | Failure | None:
-        """The next volume, or a Failure where the loader raises or ends too soon."""
-        index = self._position
+    def _pull(self, epoch: int, index: int) -> Any:
+        if index == 0:
+            self._begin(epoch)
+        if index != self._position:
+            raise ValueError(
+                f"the stream loads volume {index} where the loader gives volume {self._position}; a DataLoader of your "
+                "own gives each volume once, in its order: take the strategy 'sliding', or gpuqueue.volume_loader"
+            )
         self._position += 1
-        return self._settings.load(self._pull, index)
-
-    def _pull(self) -> Any:
         assert self._items is not None
         while not self._waiting:
             try:
                 item = next(self._items)
             except StopIteration:
+                self._items = None
                 raise ValueError(
-                    f"the loader ended after {self._position - 1} volumes; more were planned from its length"
+                    f"the loader ended after {index} volumes; more were planned from its length"
                 ) from None
+            except Exception as error:
+                self._items = None  # and no traceback that keeps it, and so its workers, alive
+                raise error.with_traceback(None) from None
             self._waiting = list(item) if isinstance(item, (list, tuple)) else [item]
         return self._waiting.pop(0)
 

@@ -131,7 +131,8 @@ def _as_volume_error(where: str) -> Iterator[None]:
         raise VolumeError(f"{where}: the file cannot be opened: {error}") from error
     except Exception as error:  # nibabel, gzip and numpy raise dozens of types for damaged files
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise VolumeError(f"{where}: the file cannot be read ({text}); replace it or leave it out") from error
+        remedy = "install that package" if isinstance(error, ImportError) else "replace it or leave it out"
+        raise VolumeError(f"{where}: the file cannot be read ({text}); {remedy}") from error
 
 
 def _load(path: Path, where: str) -> tuple[FileHeader, Array]:
@@ -148,7 +149,7 @@ def _load(path: Path, where: str) -> tuple[FileHeader, Array]:
         else:
             file.seek(header.offset)
             voxels = np.empty(count, header.dtype)
-            if file.readinto(memoryview(voxels.view(np.uint8))) != header.nbytes:
+            if file.readinto(voxels.view(np.uint8).data) != header.nbytes:
                 raise EOFError(f"fewer than {header.nbytes} bytes of voxels")
     if not header.dtype.isnative:
         voxels = voxels.byteswap(inplace=True).view(header.dtype.newbyteorder("="))
@@ -191,17 +192,19 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         yield image
     finally:
-        file = getattr(getattr(image, "dataobj", None), "file_like", None)
-        if hasattr(file, "close"):
-            file.close()
+        close = getattr(getattr(getattr(image, "dataobj", None), "file_like", None), "close", None)
+        if close is not None:
+            close()
 
 
 def _other_header(image: Any, where: str) -> FileHeader:
     proxy = getattr(image, "dataobj", None)
     if proxy is None or getattr(image, "affine", None) is None:
         raise VolumeError(f"{where}: a {type(image).__name__} is not a volume of voxels with an affine")
-    affine, remarks = file_affine(image.header, image.affine, image.shape, where)
     shape = tuple(int(size) for size in image.shape)
+    if len(shape) > 3 and isinstance(image, nibabel.Minc1Image):
+        raise VolumeError(f"{where}: MINC keeps the further axis of shape {shape} before space; convert it to NIfTI")
+    affine, remarks = file_affine(image.header, image.affine, shape, where)
     if _scales_by_slice(proxy):
         check_numeric(np.dtype(image.get_data_dtype()), where)
         return FileHeader(shape, np.dtype(np.float32), 0, 1.0, 0.0, affine, remarks)

@@ -86,18 +86,24 @@ Backend = Callable[[Reads, Mapping[str, Mode], Size, dict[str, Tensor]], None]
 def gather(reads: Reads, modes: Mapping[str, Mode], size: Size, out: dict[str, Tensor], backend: str = "auto") -> None:
     """Fills `out[key]` (B, C, *size), contiguous, with the B patches of `reads[key]`.
 
-    `backend`: "torch", or "auto". Raises ValueError for an unknown one.
+    `backend`: "torch", "numba", or "auto": numba on the CPU, torch elsewhere. Raises ValueError for an unknown one.
     """
     find_backend(backend, next(iter(out.values())).device)(reads, modes, size, out)
 
 
 def find_backend(name: str, device: torch.device) -> Backend:
     """The backend's function; imported only when asked for."""
-    if name not in ("auto", "torch"):
-        raise ValueError(f"backend={name!r} is unknown; take 'auto' or 'torch'")
-    from gpuqueue.patches.gather import reference
+    if name == "auto":
+        name = "numba" if device.type == "cpu" else "torch"
+    if name == "torch":
+        from gpuqueue.patches.gather import reference
 
-    return reference.gather
+        return reference.gather
+    if name == "numba":
+        from gpuqueue.patches.gather import numba_cpu
+
+        return numba_cpu.gather
+    raise ValueError(f"backend={name!r} is unknown; take 'auto', 'torch' or 'numba'")
 
 
 def spline_weights(start: int, count: int, extent: int, num_control_points: int) -> NDArray[np.float64]:

@@ -1,0 +1,37 @@
+"""Feeds 3D medical-image training: raw volumes stay on the device, each patch is augmented in one gather."""
+
+from gpuqueue.errors import GPUQueueError, QueueClosed, StageError, StreamError, VolumeError, WorkerError
+from gpuqueue.patches.samplers import UniformSampler
+from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
+from gpuqueue.profiling.stats import Stats
+from gpuqueue.queue import GPUQueue
+from gpuqueue.stream.commands import Command, check, parse, to_text
+from gpuqueue.stream.strategies import classic, command_stream
+from gpuqueue.volumes.dataset import VolumeDataset
+from gpuqueue.volumes.loader import volume_loader
+from gpuqueue.volumes.volume import Volume
+
+__version__ = "0.1.0"
+__all__ = [
+    "Command",
+    "GPUQueue",
+    "GPUQueueError",
+    "QueueClosed",
+    "RandomAffine",
+    "RandomElasticDeformation",
+    "RandomFlip",
+    "StageError",
+    "Stats",
+    "StreamError",
+    "UniformSampler",
+    "Volume",
+    "VolumeDataset",
+    "VolumeError",
+    "WorkerError",
+    "check",
+    "classic",
+    "command_stream",
+    "parse",
+    "to_text",
+    "volume_loader",
+]

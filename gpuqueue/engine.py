@@ -1,0 +1,181 @@
+"""What runs behind a queue: feed, executor and threads, apart from the object that users hold.
+
+The facade may be dropped at any moment; threads refer to the engine only, so the facade's finaliser can close it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpuqueue.executor import Background, Executor, Numbering
+from gpuqueue.patches.batch import Batch, PatchMaker, Stage, cast, run_stages
+from gpuqueue.profiling.stats import Stats
+from gpuqueue.stream.commands import Command
+from gpuqueue.stream.planner import Planner, Plans
+from gpuqueue.volumes.feed import Feed, VolumeReader
+from gpuqueue.volumes.loader import Order
+from gpuqueue.volumes.residents import Memory, memory_for
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSource:
+    """How patches become batches: the maker, and what happens to a batch before it is delivered.
+
+    `gather_device` is where volumes stay and patches are gathered, `device` where batches are delivered.
+    """
+
+    maker: PatchMaker
+    batch_size: int
+    drop_last: bool
+    dtypes: Mapping[str, torch.dtype]
+    gather_device: torch.device
+    device: torch.device
+    batches_ahead: int
+    return_parameters: bool
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages after the gather."""
+        return self.maker.augmentation.stages
+
+    def finished(
+        self, executor: Executor, commands: Iterator[Command], numbering: Numbering, epoch: int
+    ) -> Iterator[Batch]:
+        """The epoch's batches on the gathering device, augmented and cast."""
+        for batch, roles in executor.batches(commands, numbering, epoch):
+            if self.drop_last and len(batch["volume"]) < self.batch_size:
+                continue
+            batch = cast(run_stages(batch, self.stages), roles, self.dtypes)
+            if self.device.type == "cuda" and self.gather_device.type == "cpu":
+                batch = {key: value.pin_memory() if key in roles else value for key, value in batch.items()}
+            batch["_roles"] = roles
+            yield batch
+
+    def deliver(self, batch: Batch) -> Batch:
+        """Moves the keys to the delivery device, on the consumer's stream."""
+        roles = batch.pop("_roles")
+        if self.device != self.gather_device:
+            for key in roles:
+                if isinstance(batch.get(key), Tensor):
+                    batch[key] = batch[key].to(self.device, non_blocking=self.device.type == "cuda")
+        return batch
+
+
+class Run:
+    """One epoch under way: yields delivered batches until it ends, fails, or is closed."""
+
+    def __init__(self, engine: Engine, source: PatchSource, batches: Iterator[Batch], stop: threading.Event) -> None:
+        self._engine, self._source, self._batches, self._stop = engine, source, batches, stop
+        self._asked_last: float | None = None
+        self._began = time.perf_counter()
+        self._first = True
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        asked = time.perf_counter()
+        if self._stop.is_set():
+            raise StopIteration
+        try:
+            batch = self._source.deliver(next(self._batches))
+        except BaseException:
+            self.close()
+            raise
+        now = time.perf_counter()
+        self._engine.account(self._asked_last, asked, now, len(batch["volume"]), self._began if self._first else None)
+        self._asked_last, self._first = now, False
+        return batch
+
+    def close(self) -> None:
+        """Ends the epoch here. Idempotent."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if isinstance(self._batches, Background):
+            self._batches.close()
+        elif hasattr(self._batches, "close"):
+            self._batches.close()
+
+
+class Engine:
+    """Owns the feed and the run under way."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        source: PatchSource,
+        make_reader: Callable[[Order], VolumeReader],
+        lookahead: int,
+        endless: bool,
+        background: bool,
+    ) -> None:
+        self._planner, self._source, self._endless = planner, source, endless
+        self._plans = Plans(planner.commands, endless)
+        self._memory: Memory = memory_for(source.gather_device)
+        self.feed = Feed(make_reader, self._plans.loads, self._memory, lookahead, background)
+        self._run: Run | None = None
+        self.closed = False
+        self._totals: dict[str, Any] = {"batches": 0, "patches": 0, "wait_seconds": 0.0, "consumer_seconds": 0.0}
+        self._first_batch_seconds = 0.0
+
+    def begin(self, epoch: int) -> Run:
+        """Ends the run under way and starts that of `epoch`."""
+        self.end()
+        self.feed.begin(epoch)
+        stop = threading.Event()
+        executor = Executor(
+            self.feed, self._memory, self._source.maker, self._source.batch_size, self._source.gather_device, stop,
+            self._source.return_parameters,
+        )
+        batches: Iterator[Batch] = self._epoch(executor, epoch)
+        if self._source.batches_ahead:
+            batches = Background(batches, self._source.batches_ahead, stop, self.feed.wake)
+        self._run = Run(self, self._source, batches, stop)
+        return self._run
+
+    def _epoch(self, executor: Executor, epoch: int) -> Iterator[Batch]:
+        numbering = Numbering(self._planner.entries(epoch))
+        yield from self._source.finished(executor, self._plans.take(epoch), numbering, epoch)
+        self.feed.end(epoch + 1 if self._endless else None)
+
+    def end(self) -> None:
+        """Ends the run under way, if there is one."""
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    def account(self, last: float | None, asked: float, now: float, patches: int, began: float | None) -> None:
+        """Adds one delivered batch to the totals."""
+        self._totals["batches"] += 1
+        self._totals["patches"] += patches
+        self._totals["wait_seconds"] += now - (asked if began is None else began)
+        if last is not None:
+            self._totals["consumer_seconds"] += asked - last
+        if began is not None:
+            self._first_batch_seconds = now - began
+
+    def stats(self) -> Stats:
+        """The totals so far."""
+        return Stats(
+            **self._totals,
+            loads=self.feed.num_loads,
+            first_batch_seconds=self._first_batch_seconds,
+            most_resident_volumes=self.feed.most_resident,
+            most_resident_bytes=self.feed.most_bytes,
+        )
+
+    def close(self) -> None:
+        """Ends everything: run, threads, workers, memory. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.end()
+        self.feed.close()
