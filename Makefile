@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/gpuqueue demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m soak

@@ -3,9 +3,10 @@
     python benchmarks/reading.py [--rounds 15] [--file VOLUME.nii.gz] > reading.json
 
 Without `--file` a 256 x 256 x 256 int16 volume is made: an ellipsoid of smooth tissue with noise on an empty
-background, 33.6 MB of voxels. The candidates take turns, so that a change of the machine's speed meets all of them; each
-figure is a median over the rounds. The file is in the page cache: what is measured is work, not the disk. Each candidate
-ends with the voxels in memory of its own: "cached" includes the check of every byte and the copy that a resident is.
+background, 33.6 MB of voxels. The candidates take turns, so that a change of the machine's speed meets all of them;
+each figure is a median over the rounds. The file is in the page cache: what is measured is work, not the disk. Each
+candidate ends with the voxels in memory of its own: "cached" includes the check of every byte and the copy that a
+resident is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 
 from gpuqueue.volumes.cache import DiskCache, file_stamp
 from gpuqueue.volumes.reading import read
+from gpuqueue.volumes.storage import contiguous_along_k
 
 
 def make_volume(path: Path) -> None:
@@ -54,7 +56,7 @@ def candidates(path: Path, folder: Path) -> dict[str, Callable[[], object]]:
     return {
         "nibabel": lambda: np.asanyarray(nibabel.load(path).dataobj),
         "gpuqueue": lambda: read(path).data,
-        "gpuqueue, contiguous along k": lambda: read(path).data.contiguous(),
+        "gpuqueue, contiguous along k": lambda: contiguous_along_k(read(path).data),
         "cached": cached,
     }
 

@@ -1,5 +1,7 @@
 """Feeds 3D medical-image training: raw volumes stay on the device, each patch is augmented in one gather."""
 
+import logging as _logging
+
 from gpuqueue.errors import GPUQueueError, QueueClosed, StageError, StreamError, VolumeError, WorkerError
 from gpuqueue.patches.samplers import UniformSampler
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
@@ -11,6 +13,7 @@ from gpuqueue.volumes.dataset import VolumeDataset
 from gpuqueue.volumes.loader import volume_loader
 from gpuqueue.volumes.volume import Volume
 
+_logging.getLogger("gpuqueue").addHandler(_logging.NullHandler())  # silent until the user adds a handler
 __version__ = "0.1.0"
 __all__ = [
     "Command",

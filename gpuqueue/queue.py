@@ -129,6 +129,7 @@ class GPUQueue:
         lookahead = _whole("lookahead", lookahead, 0)
         _one_of("augment_per", augment_per, ("patch", "volume"))
         _one_of("on_small", on_small, ("pad", "raise"))
+        _one_of("backend", backend, ("auto", "torch", "numba"))
         _one_of("on_nonfinite", on_nonfinite, ("raise", "replace", "keep"))
         self.patch_sampler: Sampler = UniformSampler() if sampler is None else sampler
         size = as_size(patch_size, "patch_size")

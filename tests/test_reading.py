@@ -87,13 +87,18 @@ BIG = "big_640x640x600_int16.nii.gz"  # has a test of its own
 
 
 def _odd_files(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, str]]:
-    """(path, role, what is expected) of every row that is one file."""
+    """(path, role, what is expected) of every file."""
     for table in ("gen", "wild"):
         with (folder / "odd" / table / "specs.tsv").open(encoding="utf-8") as file:
             for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
                 kind, _, name = row["kind"].partition(":")
+                path = folder / "odd" / table / row["name"] / name
                 if kind in ("image", "label") and row["name"] != BIG:
-                    yield folder / "odd" / table / row["name"] / name, kind, row["expect"]
+                    yield path, kind, row["expect"]
+                elif kind == "pair":  # what is wrong with a pair is mostly between its files; each alone is readable
+                    for file in sorted(path.iterdir()):
+                        soft = row["name"] == "lab_soft_edges" and file.name.startswith("label")
+                        yield file, "label" if file.name.startswith("label") else "image", "REJECT" if soft else "LOAD"
 
 
 def _check_odd(path: pathlib.Path, role: str, expect: str, caplog: pytest.LogCaptureFixture) -> None:

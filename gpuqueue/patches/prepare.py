@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpuqueue.errors import VolumeError
@@ -103,9 +104,8 @@ def _pad_values(volume: Volume, key: str, pad: Pad) -> NDArray[np.float64]:
         elif pad == "mean":
             stored[channel] = float(finite.double().mean())
         else:
-            low = scale[channel, 0] >= 0
-            extreme = finite.numpy().min() if low else finite.numpy().max()
-            stored[channel] = float(extreme)
+            values = (finite.float() if finite.dtype == torch.bfloat16 else finite).numpy()  # NumPy has no bfloat16
+            stored[channel] = float(values.min() if scale[channel, 0] >= 0 else values.max())
     return np.asarray(scale[:, 0] * stored + scale[:, 1])
 
 

@@ -22,9 +22,9 @@ def axis_limits(value: Range, name: str, around: float = 0.0) -> NDArray[np.floa
     [0.9, 1.1]
     """
     try:
-        numbers = np.asarray(value, dtype=np.float64)
+        numbers = np.asarray([] if isinstance(value, str) else value, dtype=np.float64)
     except (TypeError, ValueError):
-        numbers = np.full(0, np.nan)
+        numbers = np.empty(0)
     if numbers.shape in ((), (3,)):
         half = np.broadcast_to(np.abs(numbers), 3)
         limits = np.stack([around - half, around + half], axis=1)

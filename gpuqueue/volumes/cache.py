@@ -36,7 +36,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from gpuqueue.volumes.storage import Array
+from gpuqueue.volumes.storage import Array, in_c_order
 
 FORMAT = 1
 Value = torch.Tensor | Array
@@ -228,7 +228,7 @@ def _write_array(folder: Path, name: str, value: Value) -> dict[str, Any]:
         header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
         np.lib.format.write_array_header_1_0(out, header)
         for piece in _pieces(array):
-            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            data = in_c_order(piece).reshape(-1).view(np.uint8)
             check = crc32(data, check)
             out.write(data.data)
     return {

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuqueue.volumes.grid import Grid
+from gpuqueue.volumes.storage import contiguous_along_k
 from gpuqueue.volumes.volume import Volume
 
 
@@ -79,8 +80,10 @@ class CpuMemory:
     def load(self, volume: Volume, prepared: Any) -> Resident:
         """Copies what is shared or not contiguous; other arrays are used where they lie, and never written."""
         arrays = {
-            key: array.clone(memory_format=torch.contiguous_format)
-            if array.is_shared() or not array.is_contiguous()
+            key: contiguous_along_k(array)
+            if not array.is_contiguous()
+            else array.clone()
+            if array.is_shared()
             else array
             for key, array in volume.arrays.items()
         }

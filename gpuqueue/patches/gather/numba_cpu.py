@@ -76,7 +76,7 @@ def kernel_arguments(group: Group, size: Size) -> tuple[Any, ...]:
     values = np.zeros((len(group.keys), channels, kernels.VALUES))
     for n, (source, mode, out) in enumerate(group.keys):
         data = source.data
-        fields[n] = (data.data_ptr(), reader_address(mode, data.dtype), out.data_ptr(), data.shape[0], *data.stride())
+        fields[n,:8] = (data.data_ptr(), reader_address(mode, data.dtype), out.data_ptr(), data.shape[0], *data.stride())
         values[n, : data.shape[0], :2], values[n, : data.shape[0], 2] = source.scale, source.pad
     none: NDArray[np.float64] = np.zeros((3, 0, 0, 0))
     coefficients, start, extent = (none, size, size) if spline is None else (
@@ -92,10 +92,9 @@ def fill_planes(rows: tuple[int, int], size: Size, *arguments: Any) -> None:
     """Runs the driver over some planes of a patch, with scratch memory of its own."""
     from gpuqueue.patches.gather import numba_kernels as kernels
 
-    coefficients = arguments[3]
-    width = (size[2] + 15) // 16 * 16
-    scratch = np.empty((8 + coefficients.shape[3] + 3 * kernels.BLOCK) * width, np.float32)
-    kernels.fill(rows, size, *arguments, scratch, np.empty(width, np.int32))
+    width = (size[2] + 7) // 8 * 8
+    scratch = np.empty(3 * kernels.TILE_K * (1 + kernels.TILE_J) + width, np.float32)
+    kernels.fill(rows, size, *arguments, scratch, np.empty(kernels.TILE_K, np.int32))
 
 
 # Compilation ---------------------------------------------------------------------------------------------------------
@@ -117,8 +116,8 @@ def _reader(mode: Mode, dtype: torch.dtype) -> Any:
     stored = special.get(dtype) or getattr(types, str(dtype).removeprefix("torch."))
     floats, ints = types.CPointer(types.float32), types.CPointer(types.int64)
     signature = types.void(
-        types.CPointer(stored), floats, floats, types.CPointer(types.int32), ints, ints, ints,
-        types.CPointer(types.float64), *[types.int64] * 6,
+        types.CPointer(stored), floats, ints, ints, ints, ints, types.CPointer(types.float64), floats,
+        types.CPointer(types.int32), *[types.int64] * 5,
     )  # fmt: skip
     function = {"linear": kernels.read_linear, "nearest": kernels.read_nearest}[mode]
     return numba_cache.c_function(signature, function)

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped, unused-ignore]
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 HALF, BFLOAT16 = types.Opaque("float16"), types.Opaque("bfloat16")  # numba knows neither on the CPU
@@ -110,6 +111,21 @@ def _trilinear_strided(typing: Any, data: Any, index: Any, i: Any, j: Any, k: An
     return signature, lambda context, builder, sig, args: _interpolate(builder, args, data.dtype, False)
 
 
+def _prefetch(typing: Any, data: Any, index: Any) -> Any:
+    """Asks for the cache line of element `index`; any address may be asked for."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        elements = builder.bitcast(args[0], ir.IntType(_bits(data.dtype)).as_pointer())
+        place = builder.bitcast(builder.gep(elements, [args[1]], inbounds=False), byte)
+        builder.call(function, [place, INT32(0), INT32(3), INT32(1)])
+        return context.get_dummy_value()
+
+    return types.none(data, types.int64), code
+
+
 def _stored_float(typing: Any, data: Any, index: Any) -> Any:
     """(address, index) -> the stored value as float32."""
 
@@ -187,7 +203,8 @@ def _spread8(typing: Any, value: Any) -> Any:
 
 def _floor8(typing: Any, x: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.floor", [args[0].type]), args)
+        kind = ir.FunctionType(args[0].type, [args[0].type])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.floor.v8f32"), args)
 
     return FLOATS(FLOATS), code
 
@@ -199,6 +216,10 @@ def _whole8(typing: Any, x: Any) -> Any:
 
 def _minus8(typing: Any, a: Any, b: Any) -> Any:
     return FLOATS(FLOATS, FLOATS), lambda context, builder, sig, args: builder.fsub(*args)
+
+
+def _plus8(typing: Any, a: Any, b: Any) -> Any:
+    return FLOATS(FLOATS, FLOATS), lambda context, builder, sig, args: builder.fadd(*args)
 
 
 def _fused8(typing: Any, a: Any, b: Any, c: Any) -> Any:
@@ -266,6 +287,7 @@ def _call(typing: Any, function: Any, data: Any, arguments: Any) -> Any:
 trilinear, trilinear_strided = intrinsic(_trilinear), intrinsic(_trilinear_strided)
 stored_float, stored_whole = intrinsic(_stored_float), intrinsic(_stored_whole)
 load8, store8, spread8, floor8 = intrinsic(_load8), intrinsic(_store8), intrinsic(_spread8), intrinsic(_floor8)
-whole8, minus8, fused8, floor = intrinsic(_whole8), intrinsic(_minus8), intrinsic(_fused8), intrinsic(_floor)
+whole8, minus8, plus8, fused8 = intrinsic(_whole8), intrinsic(_minus8), intrinsic(_plus8), intrinsic(_fused8)
+floor, prefetch = intrinsic(_floor), intrinsic(_prefetch)
 address, moved, float_at, int64_at = intrinsic(_address), intrinsic(_moved), intrinsic(_float_at), intrinsic(_int64_at)
 call = intrinsic(_call)

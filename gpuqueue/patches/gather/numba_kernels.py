@@ -1,9 +1,10 @@
-"""The compiled code of the CPU backend: one driver, and one row reader for each mode and stored dtype.
+"""The compiled code of the CPU backend: one driver, and one reader for each mode and stored dtype.
 
-The driver walks the rows (i, j) of a patch. It computes a row's source coordinates in float32 about a whole source
-voxel of that row, finds the run of voxels whose neighbours all lie inside the array, and hands the row to the reader
-of every key. A reader takes the run without a test and the rest voxel by voxel. Scratch memory is a few rows: no
-coordinate grid exists.
+The driver cuts a patch into tiles of TILE_J rows by TILE_K voxels and walks them along i, so that the source voxels of a
+tile stay in the nearest cache. It computes a tile's source coordinates in float32, each row about a whole source voxel
+of its own, notes which run of each row has all its neighbours inside the array, and hands the tile to the reader of
+every key. A reader takes the runs without a test and the rest voxel by voxel. Scratch memory is one tile: no coordinate
+grid exists.
 
 Readers are reached through their addresses, so that n keys of m dtypes need n + m compilations, not n times m.
 Whole numbers and floats never meet in one expression: that would be float64, and twice the time.
@@ -22,32 +23,43 @@ from gpuqueue.patches.gather.numba_instructions import (
     call,
     float_at,
     floor,
+    floor8,
+    fused8,
     int64_at,
+    load8,
+    minus8,
     moved,
-    plus,
-    step,
+    plus8,
+    prefetch,
+    spread8,
+    store8,
     stored_float,
     stored_whole,
     trilinear,
     trilinear_strided,
+    whole8,
 )
 
 # int64 fields of a key, and float64 values of each of its channels
-DATA, READER, OUT, CHANNELS, CHANNEL_STRIDE, STRIDE, FIELDS = 0, 1, 2, 3, 4, 5, 8
+DATA, READER, OUT, CHANNELS, CHANNEL_STRIDE, STRIDE, FIELDS = 0, 1, 2, 3, 4, 5, 11
 SLOPE, INTERCEPT, PAD, VALUES = range(4)
-BLOCK = 16  # rows j of one plane that are read before the next plane, so that their source stays in the cache
+TILE_J, TILE_K = 32, 96
+PSTEP2 = 8
+PSTEP = 4
+PD = 3.0
 SHIFT = np.float32(NEAREST_SHIFT)
 ZERO, ONE = np.float32(0), np.float32(1)
 MARGIN = 1e-3  # voxels; keeps the rounding of float32 out of the test for the interior
 FAR = 2.0**30  # beyond it, or not a number, a coordinate is simply outside
 
 
-# Coordinates of a row ------------------------------------------------------------------------------------------------
+# Splines -------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def cells_and_taps(start: int, count: int, extent: int, points: int, cells: Any, taps: Any) -> None:
+def cells_and_taps(start: int, count: int, extent: int, points: int) -> Any:
     """First control point (count,) and its four weights (count, 4): `contract.spline_weights`, sparse."""
+    cells, taps = np.zeros(count, np.int64), np.zeros((count, 4))
     for p in range(count):
         t = min(max((start + p + 0.5) * (points - 3) / extent, 0.0), points - 3.0)
         cell = min(int(t), points - 4)
@@ -57,179 +69,197 @@ def cells_and_taps(start: int, count: int, extent: int, points: int, cells: Any,
         taps[p, 1] = (3 * f**3 - 6 * f**2 + 4) / 6
         taps[p, 2] = (-3 * f**3 + 3 * f**2 + 3 * f + 1) / 6
         taps[p, 3] = f**3 / 6
+    return cells, taps
 
 
 @jit
-def contract_plane(
-    coefficients: Any, cells: Any, taps: Any, i: int, b0: int, b1: int, c0: int, num_c: int, plane: Any
-) -> None:
-    """Sums axis i of the control points: plane[s, b, c] for b in b0 .. b1 - 1 and the row's control points."""
+def padded_part(coefficients: Any, cells_i: Any, cells_j: Any, cells_k: Any) -> Any:
+    """The control points that the patch sees, float32, those along k padded with zeros to whole vectors."""
+    first_i, first_j, first_k = cells_i[0], cells_j[0], cells_k[0]
+    num_i, num_j = cells_i[-1] + 4 - first_i, cells_j[-1] + 4 - first_j
+    num_k = cells_k[-1] + 4 - first_k
+    part = np.zeros((3, num_i, num_j, (num_k + 7) // 8 * 8), np.float32)
     for s in range(3):
-        for b in range(b0, b1):
-            for c in range(num_c):
-                total = 0.0
+        for a in range(num_i):
+            for b in range(num_j):
+                for c in range(num_k):
+                    part[s, a, b, c] = coefficients[s, first_i + a, first_j + b, first_k + c]
+    cells_i -= first_i
+    cells_j -= first_j
+    cells_k -= first_k
+    return part
+
+
+@jit
+def dense_weights(cells: Any, taps: Any, points: int) -> Any:
+    """Weights (control points, voxels rounded up to whole vectors) float32 along k."""
+    weights = np.zeros((points, (len(cells) + 7) // 8 * 8), np.float32)
+    for p in range(len(cells)):
+        for tap in range(4):
+            weights[cells[p] + tap, p] = taps[p, tap]
+    return weights
+
+
+@jit
+def contract_plane(part: Any, cells_i: Any, taps_i: Any, i: int, j0: int, j1: int, plane: Any) -> None:
+    """plane[s, b, c] = sum_a taps_i[i, a] part[s, a, b, c] for the rows b in j0 .. j1 - 1."""
+    source, target = address(part), address(plane)
+    _, num_a, num_b, num_c = part.shape
+    for s in range(3):
+        for b in range(j0, j1):
+            for c in range(0, num_c, 8):
+                total = spread8(ZERO)
                 for a in range(4):
-                    total += taps[i, a] * coefficients[s, cells[i] + a, b, c0 + c]
-                plane[s, b, c] = total
+                    place = ((s * num_a + cells_i[i] + a) * num_b + b) * num_c + c
+                    total = fused8(load8(source, place), spread8(np.float32(taps_i[i, a])), total)
+                store8(target, (s * num_b + b) * num_c + c, total)
 
 
 @jit
-def contract_row(
-    plane: Any, cells: Any, taps: Any, j: int, num_c: int, row: Any, least: Any, most: Any
-) -> None:
-    """Sums axis j: row[s, c] float32, and the least and the most of each s, which bound the displacement."""
+def contract_row(plane: Any, cells_j: Any, taps_j: Any, j: int, row: Any) -> None:
+    """row[s, c] = sum_b taps_j[j, b] plane[s, b, c]."""
+    source, target = address(plane), address(row)
+    _, num_b, num_c = plane.shape
     for s in range(3):
-        least[s], most[s] = np.inf, -np.inf
-        for c in range(num_c):
-            total = 0.0
+        for c in range(0, num_c, 8):
+            total = spread8(ZERO)
             for b in range(4):
-                total += taps[j, b] * plane[s, cells[j] + b, c]
-            row[s, c] = np.float32(total)
-            least[s], most[s] = min(least[s], total), max(most[s], total)
+                place = (s * num_b + cells_j[j] + b) * num_c + c
+                total = fused8(load8(source, place), spread8(np.float32(taps_j[j, b])), total)
+            store8(target, s * num_c + c, total)
+
+
+# Coordinates ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def displace_row(points: Any, weights: Any, row: Any, num_c: int, width: int) -> None:
-    """points[s, k] = sum_c row[s, c] weights[c, k], four control points a sweep."""
-    for s in range(3):
-        target = moved(points, s * width)
-        for c in range(0, num_c, 4):
-            w0, w1 = moved(weights, c * width), moved(weights, (c + 1) * width)
-            w2, w3 = moved(weights, (c + 2) * width), moved(weights, (c + 3) * width)
-            t0, t1, t2, t3 = row[s, c], row[s, c + 1], row[s, c + 2], row[s, c + 3]
-            if c == 0:
-                for k in range(width):
-                    target[k] = (t0 * w0[k] + t1 * w1[k]) + (t2 * w2[k] + t3 * w3[k])
-            else:
-                for k in range(width):
-                    target[k] += (t0 * w0[k] + t1 * w1[k]) + (t2 * w2[k] + t3 * w3[k])
+def place_row(
+    points: Any, ramp: Any, origin: Any, slopes: Any, k0: int, k1: int, row: Any, weights: Any, cells_k: Any
+) -> None:
+    """points[s, k - k0] = origin[s] + slopes[s] * ramp[k] + sum_c row[s, c] weights[c, k] for k in k0 .. k1 - 1."""
+    a0, a1, a2 = (spread8(np.float32(origin[0])), spread8(np.float32(origin[1])), spread8(np.float32(origin[2])))
+    m0, m1, m2 = (spread8(np.float32(slopes[0])), spread8(np.float32(slopes[1])), spread8(np.float32(slopes[2])))
+    num_c, width, taps, values = weights.shape[0], weights.shape[1], address(weights), address(row)
+    step = row.shape[1]
+    for k in range(k0, k1, 8):
+        u0, u1, u2 = spread8(ZERO), spread8(ZERO), spread8(ZERO)
+        if num_c > 0:
+            for c in range(cells_k[k], cells_k[min(k + 7, k1 - 1)] + 4):
+                w = load8(taps, c * width + k)
+                u0 = fused8(w, spread8(values[c]), u0)
+                u1 = fused8(w, spread8(values[step + c]), u1)
+                u2 = fused8(w, spread8(values[2 * step + c]), u2)
+        q = load8(ramp, k)
+        store8(points, k - k0, plus8(u0, fused8(m0, q, a0)))
+        store8(points, TILE_K + k - k0, plus8(u1, fused8(m1, q, a1)))
+        store8(points, 2 * TILE_K + k - k0, plus8(u2, fused8(m2, q, a2)))
 
 
 @jit
-def ramp_row(points: Any, offsets: Any, origin: Any, slopes: Any, width: int, displaced: bool) -> None:
-    """Adds origin[s] + slopes[s] * q to points[s, k], or, without a displacement, sets it."""
+def tile_is_inside(centre: Any, reach: Any, shape: Any) -> bool:
+    """Whether all that lies within `reach` (3,) of source point `centre` has its eight neighbours in the array."""
     for s in range(3):
-        target, a, m = moved(points, s * width), np.float32(origin[s]), np.float32(slopes[s])
-        if displaced:
-            for k in range(width):
-                target[k] += a + m * offsets[k]
-        else:
-            for k in range(width):
-                target[k] = a + m * offsets[k]
+        if not (centre[s] - reach[s] > MARGIN and centre[s] + reach[s] < shape[s] - 1 - MARGIN):
+            return False
+    return True
 
 
 @jit
-def find_interior(
-    origin: Any, slopes: Any, least: Any, most: Any, whole: Any, shape: Any, count: int, points: Any, width: int
-) -> Any:
-    """The run [first, last) of a row whose eight neighbours all lie inside; solved in float64, then walked outward."""
-    first, last = 0, count
-    for s in range(3):
-        low = -whole[s] + MARGIN - least[s] - origin[s]
-        high = shape[s] - 1 - whole[s] - MARGIN - most[s] - origin[s]
-        m = slopes[s]
-        if not abs(low) + abs(high) + abs(m) < FAR:
-            return 0, 0
-        if abs(m) * count < MARGIN:  # (nearly) constant along the row
-            if low > -abs(m) * count or high < abs(m) * count:
-                first, last = 0, 0
-            continue
-        enters, leaves = (low / m, high / m) if m > 0 else (high / m, low / m)
-        first = max(first, int(np.ceil(min(max(enters, -count), count))) + count // 2)
-        last = min(last, int(np.floor(min(max(leaves, -count), count))) + count // 2 + 1)
-    if first >= last:
-        return 0, 0
-    while first > 0 and is_inside(points, first - 1, width, whole, shape):
-        first -= 1
-    while last < count and is_inside(points, last, width, whole, shape):
+def find_run(points: Any, whole: Any, shape: Any, count: int) -> Any:
+    """The first run [first, last) of a row whose voxels all have their eight neighbours inside the array."""
+    first = 0
+    while first < count and not is_inside(points, first, whole, shape):
+        first += 1
+    last = first
+    while last < count and is_inside(points, last, whole, shape):
         last += 1
     return first, last
 
 
 @jit
-def is_inside(points: Any, k: int, width: int, whole: Any, shape: Any) -> bool:
+def is_inside(points: Any, k: int, whole: Any, shape: Any) -> bool:
     """Whether all eight neighbours of voxel k of the row lie inside the array."""
     for s in range(3):
-        x = points[s * width + k]
+        x = points[s * TILE_K + k]
         if not (x >= np.float32(-whole[s]) and x < np.float32(shape[s] - 1 - whole[s])):
             return False
     return True
 
 
-# Readers of one row --------------------------------------------------------------------------------------------------
+# Readers of one tile -------------------------------------------------------------------------------------------------
 #
-# data     address of the array's first voxel, typed by its stored dtype
-# points   (3, width) float32 coordinates about `whole` (3,), which is a voxel index; `shape` (3,) of the array
-# key, values, fractions, indices: fields and per-channel values of the key; scratch
-# out      the row's first element in each channel of the output, whose channels lie `out_step` apart
-# count, first, last: voxels of the row, and the run whose neighbours are all inside
+# data       address of the array's first voxel, typed by its stored dtype
+# points     (rows, 3, TILE_K) float32 coordinates about `whole` (rows, 3), a voxel index; `shape` (3,) of the array
+# runs       (rows, 2): the first voxel whose neighbours are all inside, and the one after the last
+# key        its FIELDS; `values` (channels, VALUES)
+# out        element of the output where the tile begins; its rows lie `out_row` apart, its channels `out_step`
+# fractions, indices: scratch for a row
 
 
 def read_linear(
-    data: Any, points: Any, fractions: Any, indices: Any, whole: Any, shape: Any, key: Any, values: Any,
-    out: int, out_step: int, width: int, count: int, first: int, last: int,
+    data: Any, points: Any, whole: Any, runs: Any, shape: Any, key: Any, values: Any, fractions: Any, indices: Any,
+    out: int, out_row: int, out_step: int, rows: int, count: int,
 ) -> None:  # fmt: skip
     """Trilinear float32 values."""
-    i, j, k = key[STRIDE], key[STRIDE + 1], key[STRIDE + 2]
-    split_row(points, fractions, indices, key, width, first, last)
-    fi, fj, fk = fractions, moved(fractions, width), moved(fractions, 2 * width)
-    origin = whole[0] * i + whole[1] * j + whole[2] * k
-    for channel in range(key[CHANNELS]):
-        slope, intercept = np.float32(values[channel * VALUES]), np.float32(values[channel * VALUES + 1])
-        target = moved(float_at(key[OUT]), out + channel * out_step)
-        start = origin + channel * key[CHANNEL_STRIDE]
-        if k == 1:
-            for x in range(first, last):
-                value = trilinear(data, start + np.int64(indices[x]), i, j, k, fi[x], fj[x], fk[x])
-                target[x] = value * slope + intercept
-        else:
-            for x in range(first, last):
-                value = trilinear_strided(data, start + np.int64(indices[x]), i, j, k, fi[x], fj[x], fk[x])
-                target[x] = value * slope + intercept
-        for x in range(first):
-            target[x] = linear_at(data, points, x, width, whole, shape, key, channel, values)
-        for x in range(last, count):
-            target[x] = linear_at(data, points, x, width, whole, shape, key, channel, values)
+    si, sj, sk = key[STRIDE], key[STRIDE + 1], key[STRIDE + 2]
+    fi, fj, fk = fractions, moved(fractions, TILE_K), moved(fractions, 2 * TILE_K)
+    for row in range(rows):
+        x, corner, first, last = moved(points, row * 3 * TILE_K), moved(whole, row * 3), runs[2 * row], runs[2 * row + 1]
+        split_row(x, key, first, last, fractions, indices)
+        start = corner[0] * si + corner[1] * sj + corner[2] * sk
+        far = start + key[8]*si+key[9]*sj+key[10]*sk
+        for k in range(first, last, PSTEP):
+            prefetch(data, far + np.int64(indices[k]))
+        for channel in range(key[CHANNELS]):
+            slope, intercept = np.float32(values[channel * VALUES]), np.float32(values[channel * VALUES + 1])
+            target = moved(float_at(key[OUT]), out + row * out_row + channel * out_step)
+            if sk == 1:
+                for k in range(first, last):
+                    value = trilinear(data, start + np.int64(indices[k]), si, sj, sk, fi[k], fj[k], fk[k])
+                    target[k] = value * slope + intercept
+            else:
+                for k in range(first, last):
+                    value = trilinear_strided(data, start + np.int64(indices[k]), si, sj, sk, fi[k], fj[k], fk[k])
+                    target[k] = value * slope + intercept
+            for k in range(first):
+                target[k] = linear_at(data, x, k, corner, shape, key, channel, values)
+            for k in range(last, count):
+                target[k] = linear_at(data, x, k, corner, shape, key, channel, values)
+            start += key[CHANNEL_STRIDE]
 
 
 @jit
-def split_row(points: Any, fractions: Any, indices: Any, key: Any, width: int, first: int, last: int) -> None:
+def split_row(points: Any, key: Any, first: int, last: int, fractions: Any, indices: Any) -> None:
     """Coordinates to fractions and to element offsets from the row's whole voxel."""
-    for s in range(3):
-        x, f, stride = moved(points, s * width), moved(fractions, s * width), np.int32(key[STRIDE + s])
-        if s == 0:
-            for k in range(first, last):
-                lower = floor(x[k])
-                f[k] = x[k] - lower
-                indices[k] = step(lower, stride)
-        else:
-            for k in range(first, last):
-                lower = floor(x[k])
-                f[k] = x[k] - lower
-                indices[k] = plus(indices[k], step(lower, stride))
+    si, sj, sk = spread8(np.int32(key[STRIDE])), spread8(np.int32(key[STRIDE + 1])), spread8(np.int32(key[STRIDE + 2]))
+    for k in range(first // 8 * 8, last, 8):
+        x, y, z = load8(points, k), load8(points, TILE_K + k), load8(points, 2 * TILE_K + k)
+        i, j, h = floor8(x), floor8(y), floor8(z)
+        store8(fractions, k, minus8(x, i))
+        store8(fractions, TILE_K + k, minus8(y, j))
+        store8(fractions, 2 * TILE_K + k, minus8(z, h))
+        store8(indices, k, fused8(whole8(i), si, fused8(whole8(j), sj, fused8(whole8(h), sk, spread8(np.int32(0))))))
 
 
 @jit
-def linear_at(
-    data: Any, points: Any, k: int, width: int, whole: Any, shape: Any, key: Any, channel: int, values: Any
-) -> Any:
+def linear_at(data: Any, points: Any, k: int, whole: Any, shape: Any, key: Any, channel: int, values: Any) -> Any:
     """One voxel near or beyond the border: neighbours outside the array are the pad value."""
     slope, intercept = np.float32(values[channel * VALUES]), np.float32(values[channel * VALUES + 1])
     pad = np.float32(values[channel * VALUES + 2])
-    x, y, z = points[k], points[width + k], points[2 * width + k]
+    x, y, z = points[k], points[TILE_K + k], points[2 * TILE_K + k]
     if not (reaches(x, whole[0], shape[0]) and reaches(y, whole[1], shape[1]) and reaches(z, whole[2], shape[2])):
         return pad
-    i0, j0, k0 = floor(x), floor(y), floor(z)
-    fi, fj, fk = x - i0, y - j0, z - k0
+    x0, y0, z0 = floor(x), floor(y), floor(z)
+    fi, fj, fk = x - x0, y - y0, z - z0
+    i0, j0, k0 = whole[0] + int(x0), whole[1] + int(y0), whole[2] + int(z0)
     stored, inside, outside = ZERO, ZERO, ZERO
     for di in range(2):
         for dj in range(2):
             for dk in range(2):
                 weight = (fi if di else ONE - fi) * (fj if dj else ONE - fj) * (fk if dk else ONE - fk)
-                i, j, k = whole[0] + int(i0) + di, whole[1] + int(j0) + dj, whole[2] + int(k0) + dk
-                if 0 <= i < shape[0] and 0 <= j < shape[1] and 0 <= k < shape[2]:
-                    index = channel * key[CHANNEL_STRIDE] + i * key[STRIDE] + j * key[STRIDE + 1] + k * key[STRIDE + 2]
-                    stored += weight * stored_float(data, index)
+                if (0 <= i0 + di < shape[0]) and (0 <= j0 + dj < shape[1]) and (0 <= k0 + dk < shape[2]):
+                    index = (i0 + di) * key[STRIDE] + (j0 + dj) * key[STRIDE + 1] + (k0 + dk) * key[STRIDE + 2]
+                    stored += weight * stored_float(data, channel * key[CHANNEL_STRIDE] + index)
                     inside += weight
                 else:
                     outside += weight
@@ -243,45 +273,46 @@ def reaches(x: Any, whole: int, size: int) -> bool:
 
 
 def read_nearest(
-    data: Any, points: Any, fractions: Any, indices: Any, whole: Any, shape: Any, key: Any, values: Any,
-    out: int, out_step: int, width: int, count: int, first: int, last: int,
+    data: Any, points: Any, whole: Any, runs: Any, shape: Any, key: Any, values: Any, fractions: Any, indices: Any,
+    out: int, out_row: int, out_step: int, rows: int, count: int,
 ) -> None:  # fmt: skip
     """Stored labels at floor(x + NEAREST_SHIFT), int64."""
-    nearest_indices(points, indices, key, width, first, last)
-    origin = whole[0] * key[STRIDE] + whole[1] * key[STRIDE + 1] + whole[2] * key[STRIDE + 2]
-    for channel in range(key[CHANNELS]):
-        slope, intercept = int(values[channel * VALUES]), int(values[channel * VALUES + 1])
-        target = moved(int64_at(key[OUT]), out + channel * out_step)
-        start = origin + channel * key[CHANNEL_STRIDE]
-        for x in range(first, last):
-            target[x] = stored_whole(data, start + np.int64(indices[x])) * slope + intercept
-        for x in range(first):
-            target[x] = nearest_at(data, points, x, width, whole, shape, key, channel, values)
-        for x in range(last, count):
-            target[x] = nearest_at(data, points, x, width, whole, shape, key, channel, values)
+    for row in range(rows):
+        x, corner, first, last = moved(points, row * 3 * TILE_K), moved(whole, row * 3), runs[2 * row], runs[2 * row + 1]
+        nearest_row(x, key, first, last, indices)
+        start = corner[0] * key[STRIDE] + corner[1] * key[STRIDE + 1] + corner[2] * key[STRIDE + 2]
+        far = start + key[8]*key[STRIDE]+key[9]*key[STRIDE+1]+key[10]*key[STRIDE+2]
+        for k in range(first, last, PSTEP2):
+            prefetch(data, far + np.int64(indices[k]))
+        for channel in range(key[CHANNELS]):
+            slope, intercept = int(values[channel * VALUES]), int(values[channel * VALUES + 1])
+            target = moved(int64_at(key[OUT]), out + row * out_row + channel * out_step)
+            for k in range(first, last):
+                target[k] = stored_whole(data, start + np.int64(indices[k])) * slope + intercept
+            for k in range(first):
+                target[k] = nearest_at(data, x, k, corner, shape, key, channel, values)
+            for k in range(last, count):
+                target[k] = nearest_at(data, x, k, corner, shape, key, channel, values)
+            start += key[CHANNEL_STRIDE]
 
 
 @jit
-def nearest_indices(points: Any, indices: Any, key: Any, width: int, first: int, last: int) -> None:
+def nearest_row(points: Any, key: Any, first: int, last: int, indices: Any) -> None:
     """Coordinates to the nearest voxel's element offset from the row's whole voxel."""
-    for s in range(3):
-        x, stride = moved(points, s * width), np.int32(key[STRIDE + s])
-        if s == 0:
-            for k in range(first, last):
-                indices[k] = step(floor(x[k] + SHIFT), stride)
-        else:
-            for k in range(first, last):
-                indices[k] = plus(indices[k], step(floor(x[k] + SHIFT), stride))
+    si, sj, sk = spread8(np.int32(key[STRIDE])), spread8(np.int32(key[STRIDE + 1])), spread8(np.int32(key[STRIDE + 2]))
+    half = spread8(SHIFT)
+    for k in range(first // 8 * 8, last, 8):
+        i, j = floor8(plus8(load8(points, k), half)), floor8(plus8(load8(points, TILE_K + k), half))
+        h = floor8(plus8(load8(points, 2 * TILE_K + k), half))
+        store8(indices, k, fused8(whole8(i), si, fused8(whole8(j), sj, fused8(whole8(h), sk, spread8(np.int32(0))))))
 
 
 @jit
-def nearest_at(
-    data: Any, points: Any, k: int, width: int, whole: Any, shape: Any, key: Any, channel: int, values: Any
-) -> Any:
+def nearest_at(data: Any, points: Any, k: int, whole: Any, shape: Any, key: Any, channel: int, values: Any) -> Any:
     """One voxel near or beyond the border."""
     index = channel * key[CHANNEL_STRIDE]
     for s in range(3):
-        x = points[s * width + k]
+        x = points[s * TILE_K + k]
         if not reaches(x, whole[s], shape[s]):
             return int(values[channel * VALUES + 2])
         place = whole[s] + int(floor(x + SHIFT))
@@ -296,77 +327,69 @@ def nearest_at(
 
 @jit
 def fill(
-    rows: Any, size: Any, matrix: Any, rest: Any, base: Any, coefficients: Any, start: Any, extent: Any,
+    planes: Any, size: Any, matrix: Any, centre: Any, base: Any, coefficients: Any, start: Any, extent: Any,
     shape: Any, keys: Any, values: Any, scratch: Any, indices: Any,
 ) -> None:  # fmt: skip
-    """Reads planes rows[0] .. rows[1] - 1 of one patch for the keys that share its map and the array's shape.
+    """Reads planes planes[0] .. planes[1] - 1 of one patch for the keys that share its map and the array's shape.
 
     `coefficients` (3, gi, gj, gk), empty without a spline. `keys` (n, FIELDS), `values` (n, channels, VALUES).
-    `scratch` float32 and `indices` int32 are the caller's memory, as `scratch_size` says.
+    `scratch` float32 and `indices` int32 are the caller's memory.
     """
     num_i, num_j, num_k = size
-    width = row_width(num_k)
-    fractions = address(scratch)
-    ramp, weights = moved(address(scratch), 3 * width), moved(address(scratch), 4 * width)
-    points = moved(address(scratch), (8 + coefficients.shape[3]) * width)
-    for k in range(width):
-        ramp[k] = np.float32(k - num_k // 2)
-    displaced = coefficients.size > 0
-    cells_i, taps_i = np.zeros(num_i, np.int64), np.zeros((num_i, 4))
-    cells_j, taps_j = np.zeros(num_j, np.int64), np.zeros((num_j, 4))
-    c0, num_c = 0, 0
-    if displaced:
-        cells_and_taps(start[0], num_i, extent[0], coefficients.shape[1], cells_i, taps_i)
-        cells_and_taps(start[1], num_j, extent[1], coefficients.shape[2], cells_j, taps_j)
-        c0, num_c = dense_weights(start[2], num_k, extent[2], coefficients.shape[3], weights, width)
-    padded = (num_c + 3) // 4 * 4
-    plane, row = np.zeros((3, coefficients.shape[2], num_c)), np.zeros((3, padded), np.float32)
-    least, most, origin = np.zeros(3), np.zeros(3), np.zeros(3)
+    if coefficients.size > 0:
+        cells_i, taps_i = cells_and_taps(start[0], num_i, extent[0], coefficients.shape[1])
+        cells_j, taps_j = cells_and_taps(start[1], num_j, extent[1], coefficients.shape[2])
+        cells_k, taps_k = cells_and_taps(start[2], num_k, extent[2], coefficients.shape[3])
+        part = padded_part(coefficients, cells_i, cells_j, cells_k)
+        weights = dense_weights(cells_k, taps_k, part.shape[3])
+    else:
+        cells_i, taps_i = np.zeros(num_i, np.int64), np.zeros((num_i, 4))
+        cells_j, taps_j = np.zeros(num_j, np.int64), np.zeros((num_j, 4))
+        cells_k = np.zeros(num_k, np.int64)
+        part, weights = np.zeros((3, 0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
+    plane, row = np.zeros((3, part.shape[2], part.shape[3]), np.float32), np.zeros((3, part.shape[3]), np.float32)
+    whole, runs = np.zeros((TILE_J, 3), np.int64), np.zeros((TILE_J, 2), np.int64)
+    displaced = part.size > 0
+    most = np.zeros(3)
+    for s in range(3):
+        for v in part[s].flat:
+            most[s] = max(most[s], abs(v)) if v == v else np.inf
     slopes = matrix[:, 2].copy()
-    all_points, whole, runs = points, np.zeros((BLOCK, 3), np.int64), np.zeros((BLOCK, 2), np.int64)
-    for j0 in range(0, num_j, BLOCK):
-        j1 = min(j0 + BLOCK, num_j)
-        for i in range(rows[0], rows[1]):
-            if displaced:
-                contract_plane(
-                    coefficients, cells_i, taps_i, i, cells_j[j0], cells_j[j1 - 1] + 4, c0, num_c, plane
-                )
-            for j in range(j0, j1):
-                points = moved(all_points, (j - j0) * 3 * width)
-                for s in range(3):
-                    x = rest[s] + matrix[s, 0] * (i - num_i // 2) + matrix[s, 1] * (j - num_j // 2)
-                    near = int(np.floor(x)) if abs(x) < FAR else 0
-                    origin[s], whole[j - j0, s] = x - near, base[s] + near
+    for n in range(keys.shape[0]):
+        for s in range(3):
+            keys[n,8+s]=int(np.round(matrix[s,0]*PD))+(s==0)
+    origin, middle, reach = np.zeros(3), np.zeros(3), np.zeros(3)
+    fractions, ramp = address(scratch), moved(address(scratch), 3 * TILE_K)
+    points = moved(ramp, (num_k + 7) // 8 * 8)
+    for k in range((num_k + 7) // 8 * 8):
+        ramp[k] = np.float32(k - num_k // 2)
+    for k0 in range(0, num_k, TILE_K):
+        k1 = min(k0 + TILE_K, num_k)
+        for j0 in range(0, num_j, TILE_J):
+            j1 = min(j0 + TILE_J, num_j)
+            for s in range(3):
+                reach[s] = abs(matrix[s, 1]) * (j1 - j0) / 2 + abs(slopes[s]) * (k1 - k0) / 2 + most[s]
+            for i in range(planes[0], planes[1]):
                 if displaced:
-                    contract_row(plane, cells_j, taps_j, j, num_c, row, least, most)
-                    displace_row(points, weights, row, padded, width)
-                ramp_row(points, ramp, origin, slopes, width, displaced)
-                runs[j - j0, 0], runs[j - j0, 1] = find_interior(
-                    origin, slopes, least, most, moved(address(whole), (j - j0) * 3), shape, num_k, points, width)
-            for n in range(keys.shape[0]):
+                    contract_plane(part, cells_i, taps_i, i, cells_j[j0], cells_j[j1 - 1] + 4, plane)
+                for s in range(3):
+                    middle[s] = base[s] + centre[s] + matrix[s, 0] * (i - num_i // 2) + matrix[s, 1] * ((j0 + j1 - 1) / 2 - num_j // 2) + slopes[s] * ((k0 + k1 - 1) / 2 - num_k // 2)
+                inside = tile_is_inside(middle, reach, shape)
                 for j in range(j0, j1):
+                    tile_row = moved(points, (j - j0) * 3 * TILE_K)
+                    for s in range(3):
+                        x = centre[s] + matrix[s, 0] * (i - num_i // 2) + matrix[s, 1] * (j - num_j // 2)
+                        near = int(np.floor(x)) if abs(x) < FAR else 0
+                        origin[s], whole[j - j0, s] = x - near, base[s] + near
+                    if displaced:
+                        contract_row(plane, cells_j, taps_j, j, row)
+                    place_row(tile_row, ramp, origin, slopes, k0, k1, row, weights, cells_k)
+                    runs[j - j0, 0], runs[j - j0, 1] = 0, k1 - k0
+                    if not inside:
+                        runs[j - j0, 0], runs[j - j0, 1] = find_run(tile_row, moved(address(whole), 3 * (j - j0)), shape, k1 - k0)
+                for n in range(keys.shape[0]):
                     call(
-                        keys[n, READER], keys[n, DATA], (moved(all_points, (j - j0) * 3 * width), fractions, address(indices), moved(address(whole), (j - j0) * 3),
-                        address(shape), moved(address(keys), n * FIELDS), moved(address(values), n * values.shape[1] * VALUES), (i * num_j + j) * num_k,
-                        num_i * num_j * num_k, width, num_k, runs[j - j0, 0], runs[j - j0, 1]),
+                        keys[n, READER], keys[n, DATA], (points, address(whole), address(runs),
+                        address(shape), moved(address(keys), n * FIELDS), moved(address(values), n * values.shape[1] * VALUES), fractions, address(indices), (i * num_j + j0) * num_k + k0, num_k,
+                        num_i * num_j * num_k, j1 - j0, k1 - k0),
                     )  # fmt: skip
-
-
-@jit
-def row_width(count: int) -> int:
-    """Voxels of a row, rounded up to whole vectors."""
-    return (count + 15) // 16 * 16
-
-
-@jit
-def dense_weights(start: int, count: int, extent: int, points: int, weights: Any, width: int) -> Any:
-    """Weights (control points rounded up to 4, width) of the control points that a row sees; first one, and number."""
-    cells, taps = np.zeros(count, np.int64), np.zeros((count, 4))
-    cells_and_taps(start, count, extent, points, cells, taps)
-    first, number = cells[0], cells[count - 1] + 4 - cells[0]
-    for c in range((number + 3) // 4 * 4 * width):
-        weights[c] = ZERO
-    for p in range(count):
-        for tap in range(4):
-            weights[(cells[p] - first + tap) * width + p] = np.float32(taps[p, tap])
-    return first, number
