@@ -5,6 +5,7 @@ import logging as _logging
 from gpuqueue.errors import GPUQueueError, QueueClosed, StageError, StreamError, VolumeError, WorkerError
 from gpuqueue.patches.samplers import UniformSampler
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
+from gpuqueue.profiling.report import show
 from gpuqueue.profiling.stats import Stats
 from gpuqueue.queue import GPUQueue
 from gpuqueue.stream.commands import Command, check, parse, to_text
@@ -12,6 +13,7 @@ from gpuqueue.stream.strategies import classic, command_stream
 from gpuqueue.volumes.dataset import VolumeDataset
 from gpuqueue.volumes.loader import volume_loader
 from gpuqueue.volumes.volume import Volume
+from gpuqueue.volumes.writing import save_nifti
 
 _logging.getLogger("gpuqueue").addHandler(_logging.NullHandler())  # silent until the user adds a handler
 __version__ = "0.1.0"
@@ -35,6 +37,8 @@ __all__ = [
     "classic",
     "command_stream",
     "parse",
+    "save_nifti",
+    "show",
     "to_text",
     "volume_loader",
 ]

@@ -60,8 +60,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--epochs", type=int, default=10, help="of the training (default: 10)")
     demo.add_argument("--seconds", type=float, default=150, help="after which the training ends at the latest (150)")
     demo.add_argument("--patch-size", type=int, default=32, help="voxels, a multiple of 4 (32)")
-    demo.add_argument("--device", default="auto", help="where batches and network are: auto, cpu, cuda (auto)")
-    demo.add_argument("--augment-device", help="where volumes stay and patches are made (that of --device)")
+    demo.add_argument(
+        "--device", type=_device, default="auto", help="where batches and network are: auto, cpu, cuda (auto)"
+    )
+    demo.add_argument(
+        "--augment-device", type=_device, help="where volumes stay and patches are made (that of --device)"
+    )
     demo.add_argument("--workers", type=_workers, default="auto", help="processes that read volumes (auto)")
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(run=_demo)
@@ -69,6 +73,15 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _workers(text: str) -> int | str:
     return text if text == "auto" else int(text)
+
+
+def _device(text: str) -> str:
+    import torch
+
+    try:
+        return text if text == "auto" else str(torch.device(text))
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; take auto, cpu, cuda or cuda:1") from None
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -81,11 +94,14 @@ def _demo(options: argparse.Namespace) -> int:
         from gpuqueue.demo import DemoSettings, run
 
         with _progress_bar(console) as progress:
-            report = run(DemoSettings(**fields), lambda text: console.print(text, soft_wrap=True), progress)
+            report = run(DemoSettings(**fields), console.print, progress)
     console.print(_figures(report), _dice(report))
-    files = [*report.pictures, *sorted({file.parent for file in (*report.augmented, *report.plain)})]
-    console.print("Written: " + ", ".join(map(str, files)), soft_wrap=True)
-    console.print("The patches in 'plain' lie over their volumes in any viewer; those in 'augmented' are moved and bent.")
+    written = dict.fromkeys(file if file.suffix == ".png" else file.parent for file in report.files)
+    console.print("Written:", *written, soft_wrap=True)
+    console.print(
+        "Patches in 'plain' lie over their volumes in any viewer; those in 'augmented' show them moved and bent.",
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -93,12 +109,11 @@ def _demo(options: argparse.Namespace) -> int:
 def _progress_bar(console: Console) -> Iterator[Progress]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("Training"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("begins", total=1.0, start=False)
+        task = bar.add_task("reading volumes", total=1.0)
 
         def advance(done: float, text: str) -> None:
-            bar.start_task(task)
             bar.update(task, completed=done, description=text)
 
         yield advance

@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import nibabel
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
@@ -23,6 +22,7 @@ from gpuqueue.profiling.report import show
 from gpuqueue.profiling.stats import Stats
 from gpuqueue.queue import GPUQueue
 from gpuqueue.volumes.dataset import VolumeDataset
+from gpuqueue.volumes.grid import crop_affine
 from gpuqueue.volumes.loader import volume_loader
 from gpuqueue.volumes.writing import save_nifti
 
@@ -59,9 +59,7 @@ class DemoReport:
     steps: int
     stats: Stats
     first_batch_seconds: float
-    pictures: list[pathlib.Path]
-    augmented: list[pathlib.Path]
-    plain: list[pathlib.Path]
+    files: list[pathlib.Path]
 
     @property
     def mean_dice(self) -> float:
@@ -82,14 +80,15 @@ class ForNetwork:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with `image` and `label` exchanged."""
-        batch["image"] = torch.stack([self.image(x, v) for x, v in zip(batch["image"], batch["volume"])])
+        batch["image"] = self.scaled(batch["image"], batch["volume"])
         batch["label"] = torch.searchsorted(self.labels.to(batch["label"].device), batch["label"])
         return batch
 
-    def image(self, values: Tensor, volume_id: str) -> Tensor:
-        """Values (C, I, J, K) of one volume, scaled."""
-        low, high = self.ranges[volume_id].to(values.device)[:, :, None, None, None]
-        return 2 * (values - low) / (high - low).clamp_min(1e-6) - 1
+    def scaled(self, images: Tensor, ids: Sequence[str]) -> Tensor:
+        """Images (B, C, I, J, K) of the volumes `ids`, each by its own volume's range."""
+        ranges = torch.stack([self.ranges[volume_id] for volume_id in ids], dim=1)
+        low, high = ranges[..., None, None, None].to(images.device).unbind()
+        return (images - low) / (high - low).clamp_min(1e-6) * 2 - 1
 
 
 def blocks() -> dict[str, Box]:
@@ -118,15 +117,13 @@ def write_blocks(folder: pathlib.Path) -> tuple[list[str], list[str]]:
     image = np.rint(255 * template.get_fdata(dtype=np.float32)).astype(np.uint8)
     folder.mkdir(parents=True, exist_ok=True)
     for name, box in blocks().items():
+        affine = crop_affine(template.affine, [side.start for side in box])
         for key, voxels in (("image", image), ("label", label)):
-            file = nibabel.Nifti1Image(voxels[box], template.affine)
-            affine = template.affine.copy()
-            affine[:3, 3] = nibabel.affines.apply_affine(affine, [side.start for side in box])
-            file.set_sform(affine, code="mni")
-            file.set_qform(affine, code="mni")
-            nibabel.save(file, folder / f"{name}_{key}.nii.gz")
-    names = list(blocks())
-    return [n for n in names if n.startswith("training")], [n for n in names if n.startswith("validation")]
+            file = nibabel.Nifti1Image(voxels[box], affine)
+            file.set_qform(affine, code="mni")  # with the sform, for viewers that look at one of them
+            file.to_filename(folder / f"{name}_{key}.nii.gz")
+    training = [name for name in blocks() if name.startswith("training")]
+    return training, [name for name in blocks() if name not in training]
 
 
 def split(ids: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
@@ -143,7 +140,7 @@ def split(ids: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
 
 
 def survey(dataset: VolumeDataset, workers: int | str) -> ForNetwork:
-    """Reads every volume once, for the labels that occur and each image's range. ValueError where labels are missing."""
+    """Reads every volume once, for the labels there are and each image's range. ValueError where labels are missing."""
     labels: set[int] = set()
     ranges = {}
     for volume in itertools.chain.from_iterable(volume_loader(dataset, num_workers=workers)):
@@ -188,7 +185,7 @@ def train(network: torch.nn.Module, queue: GPUQueue, settings: DemoSettings, pro
         steps += 1
         used = (time.perf_counter() - began) / settings.seconds
         if steps % 10 == 0 or steps == total or used >= 1:
-            progress(max(steps / total, min(used, 1)), f"step {steps} of {total}, loss {loss.item():.2f}")
+            progress(max(steps / total, min(used, 1)), f"training, step {steps} of {total}, loss {loss.item():.2f}")
         if used >= 1:
             break
     return steps, first_batch
@@ -202,28 +199,28 @@ def dice(
     from monai.inferers import sliding_window_inference
 
     network.eval()
-    overlap, size = np.zeros(len(prepare.labels)), np.zeros(len(prepare.labels))
+    classes = len(prepare.labels)
+    overlap, size = torch.zeros(classes), torch.zeros(classes)
     for volume in (dataset[place] for place in range(len(dataset))):
-        image = prepare.image(volume["image"].to(device), volume.id)[None]
+        image = prepare.scaled(volume["image"][None].to(device), [volume.id])
         output = sliding_window_inference(image, (window,) * 3, 4, network, cval=-1.0)
-        found = prepare.labels[output.argmax(1)[0].cpu()]
-        for place, label in enumerate(prepare.labels):
-            here, there = found == label, volume["label"][0] == label
-            overlap[place] += int((here & there).sum())
-            size[place] += int(here.sum()) + int(there.sum())
-    scores: NDArray[np.float64] = 2 * overlap / np.maximum(size, 1)
-    return {int(label): float(score) for label, score in zip(prepare.labels, scores) if label != 0}
+        found = output.argmax(1).flatten().cpu()
+        truth = torch.searchsorted(prepare.labels, volume["label"].flatten().long())
+        overlap += found[found == truth].bincount(minlength=classes)
+        size += found.bincount(minlength=classes) + truth.bincount(minlength=classes)
+    scores = (2 * overlap / size.clamp_min(1)).tolist()
+    return {label: score for label, score in zip(prepare.labels.tolist(), scores) if label != 0}
 
 
 def draw_patches(
     dataset: VolumeDataset, settings: DemoSettings, augment: Sequence[Any], name: str
-) -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """One patch of the first volumes, as a picture `NAME.png` and as NIfTI in the folder `NAME`."""
-    with make_queue(dataset.subset(dataset.ids[:_PICTURED]), settings, augment, patches=1, batch=_PICTURED) as queue:
+) -> list[pathlib.Path]:
+    """One patch of some volumes, as a picture `NAME.png` and as NIfTI in the folder `NAME`."""
+    some = dataset.subset(dataset.ids[:: max(1, len(dataset) // _PICTURED)][:_PICTURED])
+    with make_queue(some, settings, augment, patches=1, batch=_PICTURED) as queue:
         batch = next(iter(queue))
-    picture = settings.out / f"{name}.png"
-    show(batch, file=picture)
-    return picture, save_nifti(batch, settings.out / name)
+    show(batch, file=settings.out / f"{name}.png")
+    return [settings.out / f"{name}.png", *save_nifti(batch, settings.out / name)]
 
 
 def make_queue(
@@ -259,8 +256,8 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
     else:
         dataset = VolumeDataset.from_folder(settings.data)
         training, validation = split(dataset.ids, settings.seed)
-        say(f"Data: {len(dataset)} volumes of {settings.data}; {len(training)} for training, and for validation "
-            f"{', '.join(validation)}.")
+        named = ", ".join(validation[:5]) + (", ..." if len(validation) > 5 else "")
+        say(f"Data: {settings.data}, {len(training)} volumes for training, {len(validation)} for validation ({named}).")
     prepare = survey(dataset, settings.workers)
     say(f"Labels: {', '.join(map(str, prepare.labels.tolist()))}; each image scaled by its 1st and 99th percentiles.")
     return _train_and_report(dataset.subset(training), dataset.subset(validation), prepare, settings, progress)
@@ -269,21 +266,18 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
 def _train_and_report(
     training: VolumeDataset, validation: VolumeDataset, prepare: ForNetwork, settings: DemoSettings, progress: Progress
 ) -> DemoReport:
-    spatial = [RandomFlip(axes=(0, 1, 2)), RandomAffine(scales=0.1, degrees=15), RandomElasticDeformation()]
-    with make_queue(
-        training, settings, [*spatial, prepare], settings.patches_per_volume, settings.batch_size
-    ) as queue:
+    spatial = [RandomFlip(axes="LR"), RandomAffine(scales=0.1, degrees=15), RandomElasticDeformation()]
+    with make_queue(training, settings, [*spatial, prepare], settings.patches_per_volume, settings.batch_size) as queue:
         device = _device(settings.device)
         channels = next(iter(prepare.ranges.values())).shape[1]
         network = make_network(channels, len(prepare.labels), settings.seed).to(device)
+        progress(0.0, "Dice before training")
         before = dice(network, validation, prepare, settings.patch_size, device)
         steps, first_batch = train(network, queue, settings, progress)
         stats = queue.stats()
     after = dice(network, validation, prepare, settings.patch_size, device)
-    augmented, plain = draw_patches(training, settings, spatial, "augmented"), draw_patches(training, settings, [], "plain")
-    return DemoReport(
-        before, after, steps, stats, first_batch, [augmented[0], plain[0]], augmented[1], plain[1]
-    )
+    files = draw_patches(training, settings, spatial, "augmented") + draw_patches(training, settings, [], "plain")
+    return DemoReport(before, after, steps, stats, first_batch, files)
 
 
 def _device(name: str) -> torch.device:
@@ -291,14 +285,12 @@ def _device(name: str) -> torch.device:
 
 
 def _about_blocks(folder: pathlib.Path) -> str:
-    names: Iterable[str] = blocks()
-    training = sum(name.startswith("training") for name in names)
+    training = sum(name.startswith("training") for name in blocks())
     return (
-        f"Data: the MNI152 T1 template (1 mm) with its grey and white matter maps, as the nilearn package carries them,\n"
-        f"cut into {training} blocks for training and {len(blocks()) - training} for validation, of differing shapes; they "
-        f"are in {folder}.\n"
-        "A voxel's label is the larger map: 1 grey matter, 2 white matter, 0 where what both leave is larger.\n"
-        "The template is mirror-symmetric, so one half would give the other away. Therefore training and validation are\n"
-        "separated from back to front: training blocks end at y = 21 mm, validation blocks begin at y = 26 mm, and no\n"
-        "two blocks share a voxel. This shows that the pipeline works; it says nothing about other people's brains."
+        "Data: the MNI152 T1 template (1 mm) with its grey and white matter maps, as the nilearn package carries them, "
+        f"cut into {training} blocks for training and {len(blocks()) - training} for validation, of differing shapes, "
+        f"written to {folder}. A label is the larger map: 1 grey matter, 2 white matter, 0 where what both leave is "
+        "larger. The template is exactly mirror-symmetric, so its left half gives the right half away; therefore the "
+        "blocks are separated from back to front: training blocks end at y = 21 mm, validation blocks begin at y = 26 "
+        "mm, and no two blocks share a voxel. This shows that the pipeline works, not how well it does on other people."
     )

@@ -19,6 +19,7 @@ from gpuqueue.patches.batch import Batch, PatchMaker, Stage, cast, run_stages
 from gpuqueue.profiling.stats import Stats
 from gpuqueue.stream.commands import Command
 from gpuqueue.stream.planner import Planner, Plans
+from gpuqueue.stream.resume import Position, fast_forward
 from gpuqueue.volumes.feed import Feed, VolumeReader
 from gpuqueue.volumes.loader import Order
 from gpuqueue.volumes.residents import Memory, memory_for
@@ -71,8 +72,16 @@ class PatchSource:
 class Run:
     """One epoch under way: yields delivered batches until it ends, fails, or is closed."""
 
-    def __init__(self, engine: Engine, source: PatchSource, batches: Iterator[Batch], stop: threading.Event) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        source: PatchSource,
+        batches: Iterator[Batch],
+        stop: threading.Event,
+        position: tuple[int, int],
+    ) -> None:
         self._engine, self._source, self._batches, self._stop = engine, source, batches, stop
+        self.position = position  # the epoch, and how many of its batches the consumer has; (next, 0) once it ended
         self._asked_last: float | None = None
         self._began = time.perf_counter()
         self._first = True
@@ -86,12 +95,15 @@ class Run:
             raise StopIteration
         try:
             batch = self._source.deliver(next(self._batches))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StopIteration):
+                self.position = (self.position[0] + 1, 0)
             self.close()
             raise
         now = time.perf_counter()
         self._engine.account(self._asked_last, asked, now, len(batch["volume"]), self._began if self._first else None)
         self._asked_last, self._first = now, False
+        self.position = (self.position[0], self.position[1] + 1)
         return batch
 
     def close(self) -> None:
@@ -99,9 +111,7 @@ class Run:
         if self._stop.is_set():
             return
         self._stop.set()
-        if isinstance(self._batches, Background):
-            self._batches.close()
-        elif hasattr(self._batches, "close"):
+        if isinstance(self._batches, Background) or hasattr(self._batches, "close"):
             self._batches.close()
 
 
@@ -126,23 +136,33 @@ class Engine:
         self._totals: dict[str, Any] = {"batches": 0, "patches": 0, "wait_seconds": 0.0, "consumer_seconds": 0.0}
         self._first_batch_seconds = 0.0
 
-    def begin(self, epoch: int) -> Run:
-        """Ends the run under way and starts that of `epoch`."""
+    def begin(self, epoch: int, batches_before: int = 0) -> Run:
+        """Ends the run under way and starts that of `epoch`, after its first batches where it is resumed."""
         self.end()
+        position: Position | None = None
+        if batches_before:
+            position = fast_forward(self._planner.commands(epoch), batches_before * self._source.batch_size)
+            self._plans.resume(epoch, position.commands)
+            self.feed.end(None)  # whatever was loaded ahead is of another position
         self.feed.begin(epoch)
         stop = threading.Event()
         executor = Executor(
-            self.feed, self._memory, self._source.maker, self._source.batch_size, self._source.gather_device, stop,
+            self.feed,
+            self._memory,
+            self._source.maker,
+            self._source.batch_size,
+            self._source.gather_device,
+            stop,
             self._source.return_parameters,
         )
-        batches: Iterator[Batch] = self._epoch(executor, epoch)
+        batches: Iterator[Batch] = self._epoch(executor, epoch, position)
         if self._source.batches_ahead:
             batches = Background(batches, self._source.batches_ahead, stop, self.feed.wake)
-        self._run = Run(self, self._source, batches, stop)
+        self._run = Run(self, self._source, batches, stop, (epoch, batches_before))
         return self._run
 
-    def _epoch(self, executor: Executor, epoch: int) -> Iterator[Batch]:
-        numbering = Numbering(self._planner.entries(epoch))
+    def _epoch(self, executor: Executor, epoch: int, position: Position | None) -> Iterator[Batch]:
+        numbering = Numbering(self._planner.entries(epoch), position)
         yield from self._source.finished(executor, self._plans.take(epoch), numbering, epoch)
         self.feed.end(epoch + 1 if self._endless else None)
 

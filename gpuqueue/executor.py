@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count
 from typing import Any
@@ -14,25 +14,35 @@ from torch import Tensor
 from gpuqueue.errors import GPUQueueError, StageError
 from gpuqueue.patches.batch import Batch, Patch, PatchMaker, Wanted, assemble
 from gpuqueue.stream.commands import Command
+from gpuqueue.stream.resume import Position
 from gpuqueue.stream.shards import Entry
 from gpuqueue.volumes.feed import Feed
 from gpuqueue.volumes.residents import Memory
 
 
 class Numbering:
-    """k of each P: a volume's patches count on over its entries, then freely (for ready-made streams)."""
+    """Which k each P is, and at which visit: a volume's patches count on over its entries, then freely (for streams
+    that were handed in). `before`: a position to go on from."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry], before: Position | None = None) -> None:
         ranges: defaultdict[int, list[range]] = defaultdict(list)
         for entry in entries:
             ranges[entry.volume].append(range(entry.first, entry.first + entry.patches))
-        self._left = {
+        self._left: dict[int, Iterator[int]] = {
             volume: chain(*parts, count(max(part.stop for part in parts))) for volume, parts in ranges.items()
         }
+        self._turns: Counter[int] = Counter() if before is None else Counter(before.turns)
+        for volume, given in (before.consumed if before else {}).items():
+            for _ in range(given):
+                self.next(volume)
 
-    def next(self, volume: int) -> int:
-        """The k of the volume's next patch."""
-        return next(self._left.setdefault(volume, count()))
+    def turn(self, volume: int) -> None:
+        """The volume is loaded or redrawn."""
+        self._turns[volume] += 1
+
+    def next(self, volume: int) -> tuple[int, int]:
+        """k and visit of the volume's next patch."""
+        return next(self._left.setdefault(volume, count())), self._turns[volume] - 1
 
 
 class Executor:
@@ -60,21 +70,19 @@ class Executor:
         self._out: dict[str, Tensor] = {}
 
     def batches(
-        self, commands: Iterable[Command], numbering: Numbering, epoch: int, skip: Callable[[int], bool] | None = None
+        self, commands: Iterable[Command], numbering: Numbering, epoch: int
     ) -> Iterator[tuple[Batch, dict[str, str]]]:
         """Each batch with the roles of its keys; the last one may be short."""
-        visits: defaultdict[int, int] = defaultdict(lambda: -1)
         for op, volume in commands:
+            if op in "LA":
+                numbering.turn(volume)
             if op == "L":
-                visits[volume] += 1
                 self._feed.allow()
-            elif op == "A":
-                visits[volume] += 1
             elif op == "P":
-                self._waiting.append((volume, numbering.next(volume), visits[volume]))
+                self._waiting.append((volume, *numbering.next(volume)))
                 if len(self._waiting) + len(self._patches) == self._batch_size:
                     yield self._finish(epoch)
-            else:
+            elif op == "D":
                 if any(waiting == volume for waiting, _, _ in self._waiting):
                     self._gather(epoch)
                 self._feed.take(volume, self._stop)  # a load that failed without a patch is not passed over
@@ -101,7 +109,10 @@ class Executor:
             which = ", ".join(f"{item.resident.id!r} k={item.index}" for item in wanted)
             raise StageError(
                 f"gather failed in epoch {epoch} for the patches {which}: {type(error).__name__}: {error}",
-                stage="gather", volume=wanted[0].resident.id, epoch=epoch, index=wanted[0].index,
+                stage="gather",
+                volume=wanted[0].resident.id,
+                epoch=epoch,
+                index=wanted[0].index,
             ) from error
         self._patches += patches
         self._waiting = []

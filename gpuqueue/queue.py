@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import get_worker_info
 
+from gpuqueue.arguments import (
+    PatchCounts,
+    Weights,
+    axis_codes,
+    devices,
+    one_of,
+    patches_of,
+    place_among_ranks,
+    three_spacings,
+    weights_by_index,
+    whole,
+)
 from gpuqueue.engine import Engine, PatchSource, Run
 from gpuqueue.errors import QueueClosed
 from gpuqueue.patches.batch import Batch, PatchMaker, split_augmentation
+from gpuqueue.patches.gather.contract import BACKENDS
 from gpuqueue.patches.prepare import Pad, Preparation, check_pad
 from gpuqueue.patches.samplers import Sampler, UniformSampler, as_size
 from gpuqueue.profiling.stats import Stats
 from gpuqueue.replay import handful_batches, replay_patch, visit_of
-from gpuqueue.stream.commands import Command
+from gpuqueue.sources import Volumes
+from gpuqueue.state import VERSION, check_state, describe, digest
+from gpuqueue.stream.commands import Command, to_text
 from gpuqueue.stream.planner import Planner
-from gpuqueue.volumes.loader import (
-    ForeignReader,
-    Order,
-    Reader,
-    ReadSettings,
-    as_list,
-    count_volumes,
-    volume_loader,
-)
-from gpuqueue.volumes.feed import VolumeReader
 from gpuqueue.volumes.volume import Volume, as_volume
-
-_HEADERS_CHECKED = 256  # volumes of a path dataset whose headers are looked at before the first load
 
 
 class GPUQueue:
     """Batches of augmented patches from a DataLoader of volumes; iterate over it once per epoch.
 
     Args:
-        loader: A dataset of volumes (`VolumeDataset`, a list of `Volume`, any map-style dataset of Volume or of dicts of
-            arrays), a `volume_loader` of one, or a DataLoader of your own, whose order and sharding are kept.
+        loader: A dataset of volumes (`VolumeDataset`, a list of `Volume`, any map-style dataset of Volume or of dicts
+            of arrays), a `volume_loader` of one, or a DataLoader of your own, whose order and sharding are kept.
         patch_size: Voxels of the reference grid; one number or three.
         patches_per_volume: One number, `{id: number}`, or a function of the id; 0 is never loaded.
         volumes_in_memory: How many volumes the stream may hold at once.
@@ -57,6 +58,8 @@ class GPUQueue:
             commands, a list of commands, their text, or a generator (which runs once).
         shuffle: Volumes in another order every epoch; with False in the dataset's. Patches are mixed by the strategy.
         same_every_epoch: Every epoch draws as epoch 0 does: for validation.
+        volume_weights: `{id: weight}` or a function of the id: how often a volume is drawn relative to its patches; or
+            (id -> group, {group: share}) for patients, sites or classes. An epoch keeps its number of patches.
         batches_per_epoch: Exactly this many batches per epoch (and rank).
         orientation, spacing: The grid patches are cut from: axes nearest to these codes ("RAS"), voxels of this size
             (mm; one number or three). Coarser spacing aliases, as in every resampling without a filter.
@@ -74,8 +77,8 @@ class GPUQueue:
         return_parameters: Adds `parameters`, a list of dicts, to each batch.
 
     A batch is a dict: each key `(B, C, *patch_size)` (images and maps float32, labels int64), `volume` (ids), `start`
-    (B, 3) int64 in the reference grid, `affine` (B, 4, 4) float64 of each patch's first voxel, `epoch`, and `index` (B,)
-    the patch's number among its volume's in this epoch. It is the consumer's own and never changes.
+    (B, 3) int64 in the reference grid, `affine` (B, 4, 4) float64 of each patch's first voxel, `epoch`, and `index`
+    (B,) the patch's number among its volume's in this epoch. It is the consumer's own and never changes.
 
     Raises:
         ValueError: Arguments that make no sense, with the remedy. Later, from `next()`: StageError, VolumeError,
@@ -91,7 +94,7 @@ class GPUQueue:
         self,
         loader: Any,
         patch_size: int | Sequence[int],
-        patches_per_volume: int | Mapping[str, int] | Callable[[str], int] = 32,
+        patches_per_volume: PatchCounts = 32,
         *,
         volumes_in_memory: int = 8,
         lookahead: int | str = 1,
@@ -104,6 +107,7 @@ class GPUQueue:
         strategy: Any = "sliding",
         shuffle: bool = True,
         same_every_epoch: bool = False,
+        volume_weights: Weights | None = None,
         batches_per_epoch: int | None = None,
         orientation: str | None = None,
         spacing: float | Sequence[float] | None = None,
@@ -122,56 +126,58 @@ class GPUQueue:
         return_parameters: bool = False,
     ) -> None:
         _refuse_worker()
-        for name, number in (("volumes_in_memory", volumes_in_memory), ("batch_size", batch_size)):
-            _whole(name, number, 1)
-        if lookahead == "group":
-            lookahead = volumes_in_memory
-        lookahead = _whole("lookahead", lookahead, 0)
-        _one_of("augment_per", augment_per, ("patch", "volume"))
-        _one_of("on_small", on_small, ("pad", "raise"))
-        _one_of("backend", backend, ("auto", "torch", "numba"))
-        _one_of("on_nonfinite", on_nonfinite, ("raise", "replace", "keep"))
+        whole("volumes_in_memory", volumes_in_memory, 1)
+        whole("batch_size", batch_size, 1)
+        one_of("augment_per", augment_per, ("patch", "volume"))
+        one_of("on_small", on_small, ("pad", "raise"))
+        one_of("backend", backend, BACKENDS)
+        one_of("on_nonfinite", on_nonfinite, ("raise", "replace", "keep"))
         self.patch_sampler: Sampler = UniformSampler() if sampler is None else sampler
-        size = as_size(patch_size, "patch_size")
-        augmentation = split_augmentation(augment)
-        self._preparation = Preparation(
-            size, self.patch_sampler, augmentation.elastic, _codes(orientation), _spacing(spacing), check_pad(pad),
-            on_small, on_nonfinite,
+        size, augmentation = as_size(patch_size, "patch_size"), split_augmentation(augment)
+        preparation = Preparation(
+            size,
+            self.patch_sampler,
+            augmentation.elastic,
+            axis_codes(orientation),
+            three_spacings(spacing),
+            check_pad(pad),
+            on_small,
+            on_nonfinite,
         )
-        foreign = isinstance(loader, DataLoader) and loader.collate_fn is not as_list
-        foreign = foreign or not (hasattr(loader, "__getitem__") or isinstance(loader, DataLoader))
-        self._loader = loader if foreign or isinstance(loader, DataLoader) else volume_loader(loader)
-        known = None if foreign else _known_ids(self._loader.dataset)
-        self._ids = None if foreign else known or [str(place) for place in range(len(self._loader.dataset))]
-        self._settings = ReadSettings(known, roles, True, self._preparation)
-        self._at_hand = ReadSettings(None, roles, True, self._preparation)
-        self._patches_of = _patches_of(patches_per_volume)
-        if not foreign:
-            self._preflight(self._loader.dataset)
-        delivered, gathered = _devices(device, augment_device)
-        rank, world_size = _place(rank, world_size)
+        self._volumes = Volumes.of(loader, roles, preparation)
+        self._lookahead = volumes_in_memory if lookahead == "group" else whole("lookahead", lookahead, 0)
+        self._patches_of = patches_of(patches_per_volume)
+        counts = self._volumes.counts(self._patches_of)
+        rank, world_size = (0, 1) if self._volumes.foreign else place_among_ranks(rank, world_size)
         self._planner = Planner(
-            counts=self._counts(),
-            capacity=volumes_in_memory, strategy=strategy, seed=seed, batch_size=batch_size,
-            shuffle=shuffle and not foreign, same_every_epoch=same_every_epoch, drop_last=drop_last,
-            batches_per_epoch=batches_per_epoch, rank=0 if foreign else rank,
-            world_size=1 if foreign else world_size, uneven=uneven,
+            counts,
+            volumes_in_memory,
+            strategy,
+            seed,
+            batch_size,
+            shuffle and not self._volumes.foreign,
+            same_every_epoch,
+            drop_last,
+            batches_per_epoch,
+            rank,
+            world_size,
+            uneven,
+            weights_by_index(volume_weights, self._volumes.ids, counts),
         )
         if not self._planner.once:
-            self._planner.num_batches()  # the counts, ranks and stream make sense
-        ahead = patch_queue_size
-        if ahead is None:
-            ahead = 2 * batch_size if gathered.type == "cpu" else 0
-        ahead = -(-_whole("patch_queue_size", ahead, 0) // batch_size)
+            self._planner.num_batches()  # finds counts, ranks and streams that make no sense
+        delivered, gathered = devices(device, augment_device)
+        if patch_queue_size is None:
+            patch_queue_size = 2 * batch_size if gathered.type == "cpu" else 0
+        ahead = -(-whole("patch_queue_size", patch_queue_size, 0) // batch_size)
         maker = PatchMaker(size, self.patch_sampler, augmentation, seed, augment_per, same_every_epoch, backend)
         self._source = PatchSource(
             maker, batch_size, drop_last, dict(dtypes or {}), gathered, delivered, ahead, return_parameters
         )
-        self._workers = getattr(self._loader, "num_workers", 0)
-        self._foreign, self._lookahead = foreign, lookahead
-        self._epoch = 0
+        self._epoch, self._batches_before = 0, 0
         self._seen: Counter[str] = Counter()
         self._fixed_epoch: int | None = None
+        self._run: Run | None = None
         self._engine: Engine | None = None
         self._closed = False
 
@@ -183,8 +189,10 @@ class GPUQueue:
         """The next epoch's batches. Ends an iterator that is still under way."""
         _refuse_worker()
         engine = self._start()
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self._batches(engine.begin(epoch))
+        epoch, before = self._epoch, self._batches_before
+        self._epoch, self._batches_before = epoch + 1, 0
+        self._run = engine.begin(epoch, before)
+        return self._batches(self._run)
 
     def _batches(self, run: Run) -> Iterator[Batch]:
         try:
@@ -193,8 +201,34 @@ class GPUQueue:
             run.close()  # also after a break
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `iter(queue)` is this epoch."""
-        self._epoch = self._fixed_epoch = _whole("epoch", epoch, 0)
+        """The next `iter(queue)` is this epoch, from its first batch, or from where a loaded state of it stopped."""
+        if epoch != self._epoch:
+            self._batches_before = 0
+        self._epoch = self._fixed_epoch = whole("epoch", epoch, 0)
+        self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is: small, JSON-able, the same on every rank; not what was prefetched.
+
+        Raises ValueError where the stream cannot be found again: a DataLoader of your own, a generator.
+        """
+        self._check_resumable()
+        epoch, batches = self._epoch, self._batches_before
+        if self._run is not None:
+            epoch, batches = self._run.position
+        return {"version": VERSION, "epoch": epoch, "batches": batches, "settings": self._describe()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next `iter(queue)` goes on with the very next batch; only the volumes resident then are read again.
+
+        Raises ValueError naming each setting that would change the patches; workers, lookahead, devices and backend
+        may differ.
+        """
+        self._check_resumable()
+        self._epoch, self._batches_before = check_state(state, self._describe())
+        if self._batches_before >= len(self):
+            self._epoch, self._batches_before = self._epoch + 1, 0
+        self._run = None
 
     def stream(self, epoch: int = 0) -> list[Command]:
         """The commands of an epoch. ValueError for a generator, which can run only once."""
@@ -209,7 +243,8 @@ class GPUQueue:
         unless `set_epoch` was called. A batch never mixes epochs.
         """
         given = volumes if isinstance(volumes, (list, tuple)) else [volumes]
-        items = [as_volume(item, str(place), self._settings.roles, True) for place, item in enumerate(given)]
+        settings = dataclasses.replace(self._volumes.settings, ids=None)
+        items = [as_volume(item, str(place), settings.roles, True) for place, item in enumerate(given)]
         by_epoch: dict[int, list[Volume]] = {}
         for volume in items:
             epoch = self._seen[volume.id] if self._fixed_epoch is None else self._fixed_epoch
@@ -217,23 +252,18 @@ class GPUQueue:
             by_epoch.setdefault(epoch, []).append(volume)
         for epoch, together in by_epoch.items():
             numbers = [self._patches_of(volume.id) for volume in together]
-            yield from handful_batches(together, numbers, epoch, self._planner, self._source, self._at_hand)
+            yield from handful_batches(together, numbers, epoch, self._planner, self._source, settings)
 
     def replay(self, volume_id: str, epoch: int, index: int) -> Batch:
         """Reads the volume again and makes its `index`-th (k) patch of `epoch`, as a batch of one.
 
         Raises ValueError for an unknown id, or where the volumes come from a DataLoader of your own.
         """
-        if self._ids is None:
-            raise ValueError("replay needs a dataset: a DataLoader of your own cannot be asked for one volume")
-        if volume_id not in self._ids:
-            raise ValueError(f"no volume has the id {volume_id!r}; ids look like {list(self._ids)[:3]}")
-        place = list(self._ids).index(volume_id)
+        place = self._volumes.place(volume_id)
         by_volume = self._source.maker.augment_per == "volume"
         visit = visit_of(self._planner, epoch, place, index) if by_volume else 0
         source = dataclasses.replace(self._source, batch_size=1, drop_last=False)
-        settings = dataclasses.replace(self._settings, ids=None if self._settings.ids is None else [volume_id])
-        return replay_patch(self._loader.dataset[place], epoch, index, visit, source, settings)
+        return replay_patch(self._volumes.dataset[place], epoch, index, visit, source, self._volumes.only(place))
 
     def stats(self) -> Stats:
         """What was delivered, loaded and waited for so far."""
@@ -266,59 +296,72 @@ class GPUQueue:
         if self._closed:
             raise QueueClosed("the queue is closed; make a new one")
         if self._engine is None:
-            inline = self._workers == 0 and self._source.batches_ahead == 0
+            inline = self._volumes.workers == 0 and self._source.batches_ahead == 0
+            endless = not self._volumes.foreign and not self._planner.once
             self._engine = Engine(
-                self._planner, self._source, self._make_reader, self._lookahead,
-                endless=not self._foreign and not self._planner.once, background=not inline,
+                self._planner,
+                self._source,
+                self._volumes.reader(self._planner.seed),
+                self._lookahead,
+                endless,
+                background=not inline,
             )
             weakref.finalize(self, self._engine.close)
         return self._engine
 
-    def _counts(self) -> list[int]:
-        """Patches of each volume of an epoch."""
-        if self._ids is not None:
-            return [self._patches_of(volume_id) for volume_id in self._ids]
-        try:
-            one = self._patches_of("")
-        except ValueError:
+    def _check_resumable(self) -> None:
+        if self._volumes.foreign:
             raise ValueError(
-                "patches_per_volume must be one number where the volumes come from a DataLoader of your own"
-            ) from None
-        return [one] * count_volumes(self._loader)
+                "a DataLoader of your own gives volumes in an order of its own, so a position in it cannot be found "
+                "again; give the queue gpuqueue.volume_loader(dataset) to resume"
+            )
+        if self._planner.once:
+            raise ValueError("a stream from a generator cannot be resumed; give a callable or a list")
 
-    @property
-    def _make_reader(self) -> Callable[[Order], VolumeReader]:
-        loader, settings, seed = self._loader, self._settings, self._planner.seed  # not self: threads would keep it
-        if self._foreign:
-            return lambda order: ForeignReader(loader, settings, order)
-        return lambda order: Reader(loader, settings, order, seed)
-
-    def _preflight(self, dataset: Any) -> None:
-        """Finds before any worker starts what can be known by then: sizes and layouts of volumes in memory, headers."""
-        if isinstance(dataset, (list, tuple)):
-            first: Volume | None = None
-            for volume in (item for item in dataset if isinstance(item, Volume)):
-                self._preparation.check_grid(self._preparation.reference_grid(volume.grid()), volume.id)
-                first = first or volume
-                if (mine := _layout(volume)) != _layout(first):
-                    raise ValueError(
-                        f"volume {volume.id!r} has {mine} (key: role, channels), but volume {first.id!r} has "
-                        f"{_layout(first)}; all volumes of a queue need the same keys, roles and channels"
-                    )
-        elif hasattr(dataset, "reference_grid") and self._preparation.needs_grid:
-            for index in range(min(len(dataset), _HEADERS_CHECKED)):
-                if (grid := dataset.reference_grid(index)) is not None:
-                    assert self._ids is not None
-                    self._preparation.check_grid(self._preparation.reference_grid(grid), self._ids[index])
+    def _describe(self) -> dict[str, Any]:
+        """Everything that decides which patches come in which order on which rank."""
+        maker, planner, preparation = self._source.maker, self._planner, self._volumes.settings.prepare
+        assert isinstance(preparation, Preparation)
+        strategy = (
+            planner.strategy
+            if callable(planner.strategy) or isinstance(planner.strategy, str)
+            else to_text(planner.strategy)
+        )
+        augmentation = maker.augmentation
+        return {
+            "ids": digest(self._volumes.ids),
+            "patches_per_volume": digest(planner.counts),
+            "volume_weights": digest(planner.weights or []),
+            "sampler": describe(maker.sampler),
+            "augment": describe([*augmentation.spatial, augmentation.elastic, *augmentation.stages]),
+            "strategy": describe(strategy),
+        } | {
+            name: describe(getattr(holder, name))
+            for holder, names in (
+                (
+                    planner,
+                    (
+                        "seed",
+                        "capacity",
+                        "batch_size",
+                        "shuffle",
+                        "same_every_epoch",
+                        "drop_last",
+                        "batches_per_epoch",
+                        "world_size",
+                        "uneven",
+                    ),
+                ),
+                (preparation, ("patch_size", "orientation", "spacing")),
+                (maker, ("augment_per",)),
+            )
+            for name in names
+        }
 
 
 class _Lightning:
     def __init__(self, queue: GPUQueue) -> None:
         self.sampler = queue
-
-
-def _layout(volume: Volume) -> dict[str, tuple[str, int]]:
-    return {key: (volume.roles[key], len(array)) for key, array in volume.arrays.items()}
 
 
 def _refuse() -> NoReturn:
@@ -331,97 +374,3 @@ def _refuse() -> NoReturn:
 def _refuse_worker() -> None:
     if get_worker_info() is not None:
         _refuse()
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of {least} or more")
-    return int(value)
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: take {' or '.join(map(repr, allowed))}")
-
-
-def _codes(orientation: str | None) -> str | None:
-    if orientation is None:
-        return None
-    codes = orientation.upper() if isinstance(orientation, str) else ""
-    if len(codes) != 3 or {frozenset("LR"), frozenset("PA"), frozenset("IS")} != {
-        frozenset(pair) for pair in ("LR", "PA", "IS") if set(pair) & set(codes)
-    } or not set(codes) <= set("LRPAIS"):
-        raise ValueError(f"orientation={orientation!r}: three letters, one each of L/R, P/A and I/S, such as 'RAS'")
-    return codes
-
-
-def _spacing(spacing: float | Sequence[float] | None) -> tuple[float, float, float] | None:
-    if spacing is None:
-        return None
-    values = np.broadcast_to(np.asarray(spacing, np.float64), 3) if np.size(spacing) in (1, 3) else np.zeros(3)
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError(f"spacing={spacing!r}: a positive number of mm, or three")
-    return float(values[0]), float(values[1]), float(values[2])
-
-
-def _devices(device: str | torch.device, augment_device: str | torch.device | None) -> tuple[torch.device, torch.device]:
-    def resolve(name: str | torch.device) -> torch.device:
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        found = torch.device(name)
-        if found.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {name!r}: CUDA is not available here; take 'cpu' or 'auto'")
-        return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
-
-    delivered = resolve(device)
-    return delivered, delivered if augment_device is None else resolve(augment_device)
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size: as given, of torch.distributed, of torchrun's environment, or one."""
-    if (rank is None) != (world_size is None):
-        raise ValueError(f"rank={rank!r} and world_size={world_size!r}: give both or none")
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _known_ids(dataset: Any) -> list[str] | None:
-    """The ids of a dataset's volumes, in order; None where only reading tells. ValueError for one that repeats."""
-    ids = _own_ids(dataset)
-    if ids is not None and len(set(ids)) < len(ids):
-        twice = next(volume_id for volume_id, times in Counter(ids).items() if times > 1)
-        raise ValueError(f"the id {twice!r} occurs twice; ids must be unique in a dataset")
-    return ids
-
-
-def _own_ids(dataset: Any) -> list[str] | None:
-    if isinstance(dataset, Subset):
-        inner = _own_ids(dataset.dataset)
-        return None if inner is None else [inner[place] for place in dataset.indices]
-    if hasattr(dataset, "ids"):
-        return [str(volume_id) for volume_id in dataset.ids]
-    if isinstance(dataset, (list, tuple)):
-        return [
-            item.id if isinstance(item, Volume) else str(item.get("id", place) if isinstance(item, Mapping) else place)
-            for place, item in enumerate(dataset)
-        ]
-    return None
-
-
-def _patches_of(patches: int | Mapping[str, int] | Callable[[str], int]) -> Callable[[str], int]:
-    """The number of patches of a volume, by its id."""
-
-    def of(volume_id: str) -> int:
-        if callable(patches):
-            return _whole(f"patches_per_volume({volume_id!r})", patches(volume_id), 0)
-        if not isinstance(patches, Mapping):
-            return _whole("patches_per_volume", patches, 0)
-        given = {str(key): number for key, number in patches.items()}
-        if volume_id not in given:
-            raise ValueError(f"patches_per_volume has no number for volume {volume_id!r}")
-        return _whole(f"patches_per_volume[{volume_id!r}]", given[volume_id], 0)
-
-    return of

@@ -11,7 +11,6 @@ import numpy as np
 from gpuqueue.engine import PatchSource
 from gpuqueue.executor import Executor, Numbering
 from gpuqueue.patches.batch import Batch
-from gpuqueue.patches.prepare import Preparation
 from gpuqueue.rng import make_key
 from gpuqueue.stream.commands import Command
 from gpuqueue.stream.planner import Planner
@@ -42,7 +41,11 @@ class _AtHand:
 
 
 def _run(
-    items: Any, settings: ReadSettings, commands: Sequence[Command], entries: Sequence[Entry], epoch: int,
+    items: Any,
+    settings: ReadSettings,
+    commands: Sequence[Command],
+    entries: Sequence[Entry],
+    epoch: int,
     source: PatchSource,
 ) -> Iterator[Batch]:
     memory, stop = memory_for(source.gather_device), threading.Event()
@@ -75,9 +78,7 @@ def handful_batches(
     return _run(volumes, settings, commands, entries, epoch, source)
 
 
-def replay_patch(
-    item: Any, epoch: int, index: int, visit: int, source: PatchSource, settings: ReadSettings
-) -> Batch:
+def replay_patch(item: Any, epoch: int, index: int, visit: int, source: PatchSource, settings: ReadSettings) -> Batch:
     """The `index`-th (k) patch of `epoch` of one dataset item, as a batch of one. `visit`: loads and redraws before."""
     load, patch, discard, redraw = (Command(op, 0) for op in "LPDA")
     commands = [load, *[redraw] * visit, patch, discard]
@@ -87,10 +88,10 @@ def replay_patch(
 
 def visit_of(planner: Planner, epoch: int, volume: int, index: int) -> int:
     """At which load or redraw of the volume its `index`-th patch comes."""
-    numbering, visit = Numbering(planner.entries(epoch)), -1
+    numbering = Numbering(planner.entries(epoch))
     for op, other in planner.commands(epoch):
-        if other == volume:
-            visit += op in "LA"
-            if op == "P" and numbering.next(volume) == index:
-                return visit
+        if op in "LA":
+            numbering.turn(other)
+        elif op == "P" and (numbered := numbering.next(other))[0] == index and other == volume:
+            return numbered[1]
     raise ValueError(f"epoch {epoch} has no patch k={index} of this volume on this rank")

@@ -67,9 +67,7 @@ class Random:
         self._block += num_blocks
         return words.reshape(*self.keys.shape, num_blocks * 4)[..., :count]
 
-    def uniform(
-        self, shape: int | tuple[int, ...] = (), low: float = 0.0, high: float = 1.0
-    ) -> NDArray[np.float64]:
+    def uniform(self, shape: int | tuple[int, ...] = (), low: float = 0.0, high: float = 1.0) -> NDArray[np.float64]:
         """Uniform in [low, high), 53 random bits each, shape (*keys.shape, *shape)."""
         shape = (shape,) if isinstance(shape, int) else shape
         words = self._words(2 * int(np.prod(shape))).astype(np.float64)

@@ -35,10 +35,12 @@ def source_points(reference_affine, shape, key_affine, forward, control_points):
 
 def linear(values, points, pad):
     """Channels (C, ...) of `values` at source points, blending with the pad value at the border."""
-    return np.stack([
-        map_coordinates(channel.astype(np.float64), points, order=1, mode="grid-constant", cval=pad[c])
-        for c, channel in enumerate(values)
-    ])
+    return np.stack(
+        [
+            map_coordinates(channel.astype(np.float64), points, order=1, mode="grid-constant", cval=pad[c])
+            for c, channel in enumerate(values)
+        ]
+    )
 
 
 def nearest(values, points, pad):

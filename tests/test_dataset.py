@@ -26,7 +26,8 @@ def test_entries_are_read_with_their_roles_channels_and_transform(tmp_path):
     paths = [save(tmp_path / f"{name}.nii.gz", IMAGE + n) for n, name in enumerate(("t1", "t2"))]
     label = save(tmp_path / "seg.nii", LABEL)
     dataset = gq.VolumeDataset(
-        [{"id": "a", "image": paths, "mask": label}], roles={"mask": "label"},
+        [{"id": "a", "image": paths, "mask": label}],
+        roles={"mask": "label"},
         transform=lambda volume: volume.replace({"image": volume["image"] * 2}),
     )
     volume = dataset[0]
@@ -101,7 +102,11 @@ def test_grids_of_one_sample_resampled_onto_one_grid(tmp_path):
     """H54: image and label at (0.98, 0.98, 3) mm, affines 1e-5 apart, to 4 mm: identical shapes and affines."""
     affine = np.diag([0.98, 0.98, 3.0, 1.0])
     image = save(tmp_path / "a_image.nii.gz", np.zeros((64, 64, 15), np.int16), affine)
-    label = save(tmp_path / "a_label.nii.gz", np.zeros((64, 64, 15), np.uint8), affine + 1e-5 * np.eye(4, k=1) * [[1], [1], [1], [0]])
+    label = save(
+        tmp_path / "a_label.nii.gz",
+        np.zeros((64, 64, 15), np.uint8),
+        affine + 1e-5 * np.eye(4, k=1) * [[1], [1], [1], [0]],
+    )
     dataset = gq.VolumeDataset([{"id": "a", "image": image, "label": label}])
     with gq.GPUQueue(dataset, (16, 16, 11), 2, spacing=4, device="cpu") as queue:
         (batch,) = queue
@@ -110,11 +115,25 @@ def test_grids_of_one_sample_resampled_onto_one_grid(tmp_path):
 
 
 PAIRS = {  # of odd/gen/specs.tsv, kind "pair": what is decided only when image and label meet
-    "dim_tiny_pair": None, "dim_aniso_pair": None, "ori_oblique_pair": None, "ori_LAS_pair": None, "ori_PSR_pair": None,
-    "ori_IPR_pair": None, "lab_float64_0999999": None, "lab_no_foreground": None, "lab_sparse_1000plus": None,
-    "lab_255_ignore": None, "lab_single_voxel": None, "lab_onehot_4d": None, "lab_bool_uint8_255": None,
-    "pair_affine_1e-5": None, "lab_soft_edges": "whole|integer", "pair_shape_mismatch": r"37, 44, 36",
-    "pair_label_coarser": "shape", "pair_label_permuted_grid": "shape", "pair_affine_rot_0p1deg": "voxels apart",
+    "dim_tiny_pair": None,
+    "dim_aniso_pair": None,
+    "ori_oblique_pair": None,
+    "ori_LAS_pair": None,
+    "ori_PSR_pair": None,
+    "ori_IPR_pair": None,
+    "lab_float64_0999999": None,
+    "lab_no_foreground": None,
+    "lab_sparse_1000plus": None,
+    "lab_255_ignore": None,
+    "lab_single_voxel": None,
+    "lab_onehot_4d": None,
+    "lab_bool_uint8_255": None,
+    "pair_affine_1e-5": None,
+    "lab_soft_edges": "whole|integer",
+    "pair_shape_mismatch": r"37, 44, 36",
+    "pair_label_coarser": "shape",
+    "pair_label_permuted_grid": "shape",
+    "pair_affine_rot_0p1deg": "voxels apart",
     "pair_spacing_differs": "voxels apart",
 }
 
@@ -144,7 +163,9 @@ def test_storage_orders_become_the_same_patches_after_reorientation(shared_data)
     gen = shared_data / "odd" / "gen"
     patches = []
     for name in ("ori_LAS_pair", "ori_PSR_pair", "ori_IPR_pair"):
-        dataset = gq.VolumeDataset([{"id": "a", "image": gen / name / "image.nii.gz", "label": gen / name / "label.nii.gz"}])
+        dataset = gq.VolumeDataset(
+            [{"id": "a", "image": gen / name / "image.nii.gz", "label": gen / name / "label.nii.gz"}]
+        )
         with gq.GPUQueue(dataset, (40, 44, 36), 1, orientation="RAS", device="cpu") as queue:
             (batch,) = queue
         patches.append(batch)

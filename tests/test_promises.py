@@ -13,6 +13,7 @@ import torch
 from scipy.spatial.transform import Rotation
 
 import gpuqueue as gq
+from gpuqueue.volumes.grid import reoriented, respaced
 
 
 def idvol(n, shape=(10, 11, 12)):
@@ -113,16 +114,27 @@ def test_a_patch_is_a_crop_of_the_slowly_augmented_volume(grid, resampled, label
         label_affine[:3, :3] *= np.array(shape) / np.array(coarse)
         label_affine[:3, 3] += (label_affine - affine)[:3, :3] @ np.full(3, 0.5)
     volume = gq.Volume(
-        "case", {"image": image, "label": label}, {"image": affine, "label": label_affine},
+        "case",
+        {"image": image, "label": label},
+        {"image": affine, "label": label_affine},
         same_grid=label_grid == "same",
     )
     settings = {"orientation": "RAS", "spacing": (1.2, 1.0, 1.7)} if resampled else {}
     queue = gq.GPUQueue(
-        [volume], (9, 12, 10), 12, batch_size=5, device="cpu", seed=5, return_parameters=True,
+        [volume],
+        (9, 12, 10),
+        12,
+        batch_size=5,
+        device="cpu",
+        seed=5,
+        return_parameters=True,
         augment=[gq.RandomFlip((0, 1, 2)), gq.RandomAffine(0.15, 20, 3), gq.RandomElasticDeformation((7, 8, 6), 1.2)],
-        pad={"image": "mean", "label": 9}, **settings,
+        pad={"image": "mean", "label": 9},
+        **settings,
     )
-    reference = queue._preparation.reference_grid(volume.grid())
+    reference = volume.grid()
+    if resampled:
+        reference = respaced(reoriented(reference, "RAS"), (1.2, 1.0, 1.7))
     pads = image.astype(np.float64).mean(axis=(1, 2, 3))
     agree = voxels = flips = 0
     for batch in queue:
@@ -173,7 +185,12 @@ def test_global_random_state_is_neither_read_nor_written():
 
     def run(disturb):
         with gq.GPUQueue(
-            gq.volume_loader(Tracked(5), num_workers=1), 4, 4, batch_size=4, device="cpu", return_parameters=True,
+            gq.volume_loader(Tracked(5), num_workers=1),
+            4,
+            4,
+            batch_size=4,
+            device="cpu",
+            return_parameters=True,
             augment=[gq.RandomFlip((0, 1, 2)), gq.RandomAffine(), gq.RandomElasticDeformation()],
         ) as queue:
             out = []
@@ -238,8 +255,14 @@ def test_a_failure_anywhere_reaches_the_consumers_next_call(where, workers, patc
     if where == "collate":
         loader = torch.utils.data.DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=bad_collate)
     queue = gq.GPUQueue(
-        loader, 4, 6, batch_size=4, device="cpu", patch_queue_size=patch_queue_size,
-        sampler=BadSampler() if where == "sampler" else None, augment=[bad_stage] if where == "stage" else [],
+        loader,
+        4,
+        6,
+        batch_size=4,
+        device="cpu",
+        patch_queue_size=patch_queue_size,
+        sampler=BadSampler() if where == "sampler" else None,
+        augment=[bad_stage] if where == "stage" else [],
     )
     with pytest.raises(gq.StageError) as caught:
         for _ in queue:

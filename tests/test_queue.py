@@ -186,9 +186,10 @@ volumes = [gq.Volume(n, {"image": rng.random((10, 11, 12)).astype(np.float32)}) 
 loader = gq.volume_loader(volumes, num_workers=workers)
 queue = gq.GPUQueue(loader, 5, 8, batch_size=3, device="cpu", seed=seed, backend="torch",
                     augment=[gq.RandomFlip((0, 1)), gq.RandomAffine(), gq.RandomElasticDeformation()])
+hash_of = lambda x: hashlib.sha1(x.numpy().tobytes()).hexdigest()
 out = []
 for epoch in range(3):
-    out.append([(b["volume"], b["start"].tolist(), hashlib.sha1(b["image"].numpy().tobytes()).hexdigest()) for b in queue])
+    out.append([(b["volume"], b["start"].tolist(), hash_of(b["image"])) for b in queue])
 queue.close()
 print(json.dumps(out))
 """
@@ -288,7 +289,9 @@ def test_a_stream_of_ones_own_is_run_as_it_is(stream):
     text = "L1 P1 L0 P0 P1 D1 P0 D0 L1 P1 D1"
     commands = gq.parse(text)
     strategy = {
-        "list": commands, "text": text, "generator": (c for c in commands),
+        "list": commands,
+        "text": text,
+        "generator": (c for c in commands),
         "callable": lambda visits, capacity, rng: commands,
     }[stream]
     counts = {"0": 2, "1": 3}
@@ -351,8 +354,12 @@ class Dicts(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return {
-            "id": f"case{index}", "image": torch.full((1, 8, 9, 10), float(index)),
-            "label": np.full((1, 8, 9, 10), index), "affine": np.diag([2.0, 2, 2, 1]), "age": 63, "note": "x",
+            "id": f"case{index}",
+            "image": torch.full((1, 8, 9, 10), float(index)),
+            "label": np.full((1, 8, 9, 10), index),
+            "affine": np.diag([2.0, 2, 2, 1]),
+            "age": 63,
+            "note": "x",
         }
 
 
@@ -373,9 +380,9 @@ def test_a_dataloader_of_ones_own_keeps_its_order(workers, collate):
 
 
 def test_stacked_batches_of_a_dataloader_are_refused_with_the_collate_to_use():
-    with queue_of(torch.utils.data.DataLoader(Dicts(), batch_size=2), 4, 3) as queue:
-        with pytest.raises(gq.StageError, match="collate_fn=list"):
-            next(iter(queue))
+    stacked = torch.utils.data.DataLoader(Dicts(), batch_size=2)
+    with queue_of(stacked, 4, 3) as queue, pytest.raises(gq.StageError, match="collate_fn=list"):
+        next(iter(queue))
 
 
 def test_the_synchronous_mode_runs_in_the_callers_thread():

@@ -55,8 +55,17 @@ def test_whole_numbers_reach_both_ends_and_no_further(monkeypatch):
 
 def test_keys_differ_in_every_field():
     base = dict(seed=1, epoch=2, id_hash=hash_id("a"), turn="k3", stage="s")
-    others = [base | change for change in (
-        {"seed": 2}, {"epoch": 1}, {"id_hash": hash_id("b")}, {"turn": "k4"}, {"turn": "visit3"}, {"stage": "t"},
-        {"seed": 12, "epoch": 2}, {"seed": 1, "epoch": 22},
-    )]
+    others = [
+        base | change
+        for change in (
+            {"seed": 2},
+            {"epoch": 1},
+            {"id_hash": hash_id("b")},
+            {"turn": "k4"},
+            {"turn": "visit3"},
+            {"stage": "t"},
+            {"seed": 12, "epoch": 2},
+            {"seed": 1, "epoch": 22},
+        )
+    ]
     assert len({make_key(**fields) for fields in [base, *others]}) == 1 + len(others)

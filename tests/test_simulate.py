@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpuqueue
 from gpuqueue.errors import StreamError
-from gpuqueue.stream.commands import Command, check, parse
-from gpuqueue.stream.simulate import Simulation, simulate
+from gpuqueue.stream.commands import check, parse
+from gpuqueue.stream.simulate import simulate
 from gpuqueue.stream.strategies import STRATEGIES, command_stream
 
 PAIR = "L0 P0 P0 D0 L1 P1 P1 D1"
@@ -144,12 +145,71 @@ def test_overlap_beats_the_sum_of_loading_and_stepping() -> None:
 def test_senseless_values_are_refused() -> None:
     with pytest.raises(StreamError):
         simulate(parse("P0"), 1.0)
-    for values in ({"workers": -1}, {"batch_size": 0}, {"load_seconds": []}, {"load_seconds": [1.0, float("nan")]}):
-        (name,) = values
+    wrong: list[tuple[str, Any]] = [
+        ("workers", -1),
+        ("batch_size", 0),
+        ("load_seconds", []),
+        ("patch_seconds", float("nan")),
+    ]
+    for name, value in wrong:
         with pytest.raises(ValueError, match=f"{name} must be at least"):
-            simulate(parse(PAIR), **({"load_seconds": 1.0} | values))
+            simulate(parse(PAIR), **({"load_seconds": 1.0} | {name: value}))
 
 
 def test_an_empty_stream_takes_no_time() -> None:
     run = simulate([], 1.0)
     assert (run.epoch_seconds, run.utilisation, run.waits, run.most_resident) == (0.0, 1.0, (), 0)
+
+
+class Sleeping:
+    """A data set whose volumes take `seconds` to read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> gpuqueue.Volume:
+        time.sleep(self.seconds)
+        return gpuqueue.Volume(f"case{index}", {"image": np.full((1, 8, 8, 8), index, np.float32)})
+
+
+@pytest.mark.parametrize(
+    "load, step, workers, patch_queue_size",
+    [
+        (0.10, 0.010, 0, 16),  # loading-bound
+        (0.10, 0.010, 2, 16),
+        (0.08, 0.040, 1, 16),  # balanced
+        (0.08, 0.040, 2, 8),
+        (0.02, 0.060, 1, 16),  # consumer-bound
+        (0.06, 0.090, 0, 0),  # nothing in the background
+    ],
+)
+def test_the_real_queue_takes_as_long_and_holds_as_many(
+    load: float, step: float, workers: int, patch_queue_size: int
+) -> None:
+    """Two epochs after a first one, in which processes start and kernels compile. A busy machine gets three tries."""
+    loader = gpuqueue.volume_loader(Sleeping(load), num_workers=workers)
+    with gpuqueue.GPUQueue(
+        loader, patch_size=4, patches_per_volume=16, volumes_in_memory=4, batch_size=8,
+        patch_queue_size=patch_queue_size, lookahead=1, device="cpu",
+    ) as queue:  # fmt: skip
+        for _batch in queue:
+            time.sleep(step)
+        for attempt in range(1, 4):
+            began = time.perf_counter()
+            for _ in range(2):
+                for _batch in queue:
+                    time.sleep(step)
+            measured = time.perf_counter() - began
+            epochs = [queue.stream(epoch) for epoch in range(2 * attempt + 1)]
+            runs = [
+                simulate(chain(*epochs[:end]), load, workers, 2, 0.0, step, 8, 1, patch_queue_size)
+                for end in (2 * attempt - 1, 2 * attempt + 1)
+            ]
+            expected = runs[1].epoch_seconds - runs[0].epoch_seconds
+            if abs(measured - expected) <= 0.1 * expected:
+                break
+        assert measured == pytest.approx(expected, rel=0.1)
+        assert abs(queue.stats().most_resident_volumes - runs[1].most_resident) <= 1

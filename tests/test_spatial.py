@@ -25,11 +25,14 @@ def backend(request):
 
 def whole(volume, augment=(), **settings):
     """One patch that covers the whole reference grid, with its parameters."""
-    queue = gq.GPUQueue([volume], 4, 1, device="cpu", augment=augment, patch_queue_size=0, **settings)
-    shape = queue._preparation.reference_grid(volume.grid()).shape
+    grid = volume.grid()
+    if settings.get("orientation"):
+        grid = reoriented(grid, settings["orientation"])
+    if settings.get("spacing"):
+        grid = respaced(grid, np.broadcast_to(settings["spacing"], 3))
     settings.setdefault("pad", {"image": 0})
     with gq.GPUQueue(
-        [volume], shape, 1, device="cpu", augment=augment, patch_queue_size=0, return_parameters=True, **settings
+        [volume], grid.shape, 1, device="cpu", augment=augment, patch_queue_size=0, return_parameters=True, **settings
     ) as queue:
         (batch,) = queue
     return batch
@@ -74,9 +77,7 @@ def test_rotations_are_about_the_centre_of_the_volume(backend):
 def test_rotations_act_in_millimetres(backend):
     """H32"""
     volume = gq.Volume("a", {"image": blob((9, 31, 11), (4, 21, 5), 1.0)}, np.diag([1.0, 1.0, 3.0, 1.0]))
-    there = [
-        centroid(whole(volume, [fixed((sign * 90, 0, 0))], backend=backend)["image"]) for sign in (1, -1)
-    ]
+    there = [centroid(whole(volume, [fixed((sign * 90, 0, 0))], backend=backend)["image"]) for sign in (1, -1)]
     assert np.abs(there[0] - (4, 15, 7)).max() < 0.1 and np.abs(there[1] - (4, 15, 3)).max() < 0.1
     columns = np.eye(4)
     columns[:3, :3] = [[0.625, 0.0003, 0], [0, -0.0163, -0.6248], [-0.0012, 2.399, -0.0627]]
@@ -91,7 +92,9 @@ def test_rotations_are_right_handed_and_forward(axis, backend):
     point[first] += 8
     degrees = np.zeros(3)
     degrees[axis] = 30
-    moved = centroid(whole(gq.Volume("a", {"image": blob((41,) * 3, point)}), [fixed(degrees)], backend=backend)["image"])
+    moved = centroid(
+        whole(gq.Volume("a", {"image": blob((41,) * 3, point)}), [fixed(degrees)], backend=backend)["image"]
+    )
     expected = np.full(3, 20.0)
     expected[first] += 8 * np.cos(np.radians(30))
     expected[second] += 8 * np.sin(np.radians(30))
@@ -136,7 +139,7 @@ def test_identity_and_whole_voxel_shifts_are_exact(backend):
         batch = whole(volume, [augment], backend=backend, pad={"image": -5, "label": 7})
         for key, pad in (("image", -5), ("label", 7)):
             out = batch[key][0, 0].numpy()
-            assert np.abs(out[1:] - image[:-1]).max() <= 1e-3 and (out[0] == pad).all()
+            assert np.abs(out[1:] - image[:-1]).max() <= 1e-3 and np.abs(out[0] - pad).max() <= 1e-3
 
 
 def test_an_elastic_displacement_of_two_voxels_is_two_voxels_on_every_axis(backend):
@@ -159,7 +162,9 @@ def test_the_default_elastic_never_folds():
     transform = gq.RandomElasticDeformation()
     for points in transform.draw(gq_random(range(50)), [grid] * 50, ["a"] * 50):
         u = slow.displacement(points, grid.shape)
-        jacobian = np.stack([np.stack(np.gradient(u[c] + np.arange(64.0).reshape(np.roll([-1, 1, 1], c)))) for c in range(3)])
+        jacobian = np.stack(
+            [np.stack(np.gradient(u[c] + np.arange(64.0).reshape(np.roll([-1, 1, 1], c)))) for c in range(3)]
+        )
         assert np.linalg.det(np.moveaxis(jacobian, (0, 1), (-2, -1))).min() > 0
         assert abs(points).max() <= 6.4
 
@@ -206,7 +211,14 @@ def test_elastic_displacements_have_no_preferred_direction(backend):
     assert (np.abs(centre.mean(0)) < 4 * centre.std(0) / np.sqrt(200)).all()
     volume = gq.Volume("a", {"image": blob((40, 40, 40), (20, 20, 20))})
     with gq.GPUQueue(
-        [volume], 40, 60, augment=[gq.RandomElasticDeformation()], device="cpu", backend=backend, batch_size=4, pad={"image": 0}
+        [volume],
+        40,
+        60,
+        augment=[gq.RandomElasticDeformation()],
+        device="cpu",
+        backend=backend,
+        batch_size=4,
+        pad={"image": 0},
     ) as queue:
         moved = np.array([centroid(batch["image"][row : row + 1]) for batch in queue for row in range(4)]) - 20
     assert (np.abs(moved.mean(0)) < 4 * moved.std(0) / np.sqrt(60)).all()
@@ -379,7 +391,7 @@ def test_a_patch_carries_the_affine_of_its_own_first_voxel():
     affine = np.diag([0.5, 1.0, 2.0, 1.0])
     affine[:3, 3] = 10, 20, 30
     volume = gq.Volume("a", {"image": np.random.default_rng(0).random((6, 7, 8)).astype(np.float32)}, affine)
-    for size, spare in ((3, 0), (20, 1)):
+    for size in (3, 20):
         with gq.GPUQueue([volume], size, 9, device="cpu") as queue:
             for batch in queue:
                 origin = batch["affine"][:, :3, 3].numpy()
@@ -403,8 +415,14 @@ def test_crops_flips_and_reorientations_are_bit_exact(stored, orientation, backe
     reference = reoriented(volume.grid(), orientation) if orientation else volume.grid()
     truth = volume["image"].numpy()
     with gq.GPUQueue(
-        [volume], (4, 5, 6), 16, augment=[gq.RandomFlip((0, 1, 2))], device="cpu", orientation=orientation,
-        backend=backend, return_parameters=True,
+        [volume],
+        (4, 5, 6),
+        16,
+        augment=[gq.RandomFlip((0, 1, 2))],
+        device="cpu",
+        orientation=orientation,
+        backend=backend,
+        return_parameters=True,
     ) as queue:
         for batch in queue:
             for row, parameters in enumerate(batch["parameters"]):

@@ -95,7 +95,9 @@ def test_other_centres_are_explicit():
 
 def test_locked_borders_do_not_move_and_displacements_stay_within():
     for lock in (0, 1, 2):
-        points = gq.RandomElasticDeformation((7, 8, 9), (1, 2, 3), lock, allow_folding=True).draw(Random([5]), [GRID], ["a"])[0]
+        points = gq.RandomElasticDeformation((7, 8, 9), (1, 2, 3), lock, allow_folding=True).draw(
+            Random([5]), [GRID], ["a"]
+        )[0]
         assert points.shape == (3, 7, 8, 9)
         inner = (slice(None), *[slice(lock, n - lock) for n in (7, 8, 9)])
         assert (points[inner] != 0).all()

@@ -60,7 +60,8 @@ def test_what_cannot_be_used_is_refused_by_name(arguments, message):
 
 def test_true_values_and_replace():
     volume = gq.Volume(
-        "a", {"image": np.full((2, 2, 2), 100, np.int16), "label": np.full((2, 2, 2), 3)},
+        "a",
+        {"image": np.full((2, 2, 2), 100, np.int16), "label": np.full((2, 2, 2), 3)},
         scale={"image": np.array([[0.5, 10.0]])},
     )
     assert (volume["image"] == 60).all() and volume["image"].dtype == torch.float32
@@ -77,7 +78,11 @@ class Meta(torch.Tensor):
 def test_dicts_become_volumes():
     tensor = torch.ones(1, 1, 4, 5, 6).as_subclass(Meta)
     tensor.affine = torch.diag(torch.tensor([3.0, 3, 3, 1]))[None]
-    item = {"image": tensor, "label": np.ones((1, 1, 4, 5, 6), int), "label_meta_dict": {"affine": np.diag([3.0, 3, 3, 1])}}
+    item = {
+        "image": tensor,
+        "label": np.ones((1, 1, 4, 5, 6), int),
+        "label_meta_dict": {"affine": np.diag([3.0, 3, 3, 1])},
+    }
     volume = as_volume(item | {"id": ["c1"], "name": "x", "point": np.zeros(3)}, "0", None, True)
     assert volume.id == "c1" and set(volume.arrays) == {"image", "label"} and volume.grid().spacing[0] == 3
     assert type(volume.arrays["image"]) is torch.Tensor and volume.arrays["image"].shape == (1, 4, 5, 6)

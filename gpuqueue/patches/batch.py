@@ -161,7 +161,9 @@ class PatchMaker:
             affine = resident.grids[key].affine
             if (name := affine.tobytes()) not in maps:
                 try:
-                    maps[name] = pull_back(prepared.reference, affine, forward, control_points, start.tolist(), self.size)
+                    maps[name] = pull_back(
+                        prepared.reference, affine, forward, control_points, start.tolist(), self.size
+                    )
                 except ValueError as error:
                     raise _stage_error("spatial transform", item, error) from error
             reads[key] = Read(Source(array, resident.scale[key], prepared.pads[key]), maps[name])

@@ -84,8 +84,13 @@ class Preparation:
         if not cleaned:
             return volume
         return Volume(
-            volume.id, volume.arrays | cleaned, volume.affines, volume.roles, volume.same_grid,
-            scale=volume.scale, sources=volume.sources,
+            volume.id,
+            volume.arrays | cleaned,
+            volume.affines,
+            volume.roles,
+            volume.same_grid,
+            scale=volume.scale,
+            sources=volume.sources,
         )
 
 

@@ -21,7 +21,12 @@ _FAR = 1e9  # voxels; a map that points further reads the pad value anyway
 
 
 def pull_back(
-    reference: Grid, key_affine: Matrix, forward: Matrix, control_points: Matrix | None, start: Sequence[int], size: Size
+    reference: Grid,
+    key_affine: Matrix,
+    forward: Matrix,
+    control_points: Matrix | None,
+    start: Sequence[int],
+    size: Size,
 ) -> PullBack:
     """The map from a patch's voxels to those of the array with `key_affine` (4, 4).
 
@@ -62,8 +67,11 @@ def _snap(linear: Matrix, point: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def _permutation(linear: Matrix) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
-    if not ((np.abs(linear).sum(axis=0) == 1).all() and (np.abs(linear).sum(axis=1) == 1).all() and
-            np.isin(linear, (-1, 0, 1)).all()):
+    if not (
+        (np.abs(linear).sum(axis=0) == 1).all()
+        and (np.abs(linear).sum(axis=1) == 1).all()
+        and np.isin(linear, (-1, 0, 1)).all()
+    ):
         return None
     axes = np.abs(linear).argmax(axis=1)
     (a, b, c), (x, y, z) = axes.tolist(), [int(linear[row, axis]) for row, axis in enumerate(axes)]

@@ -1,7 +1,7 @@
 """Random spatial transforms: which parameters are drawn, and the world matrix or control points they give.
 
-All geometry is in world (RAS+) millimetres and degrees. A matrix is the forward map of content, `y = c + X (x - c) + t`.
-Names and parameters are TorchIO's. An axis of one voxel takes no part: nothing is scaled or displaced along it, and
+All geometry is in world (RAS+) millimetres and degrees. A matrix is the forward map of content,
+`y = c + X (x - c) + t`. Names and parameters are TorchIO's. An axis of one voxel takes no part: nothing is scaled or displaced along it, and
 rotations stay in the plane.
 """
 
@@ -38,7 +38,8 @@ def _refuse(transform: str, keywords: dict[str, Any]) -> None:
     for name in keywords:
         hint = _QUEUE_SETTINGS.get(name)
         raise ValueError(
-            f"{transform}({name}=...): " + (f"this is the queue's business here, use {hint}" if hint else "unknown keyword")
+            f"{transform}({name}=...): "
+            + (f"this is the queue's business here, use {hint}" if hint else "unknown keyword")
         )
 
 
@@ -54,7 +55,8 @@ class RandomFlip:
     """Flips the reference grid onto itself along each of `axes` with `flip_probability`.
 
     Args:
-        axes: Voxel axes of the reference grid (0, 1, 2), or anatomical names ("left", "LR", "Superior": the first letter
+        axes: Voxel axes of the reference grid (0, 1, 2), or anatomical names ("left", "LR", "Superior": the first
+            letter
             counts) for the axis closest to that direction; one or several.
         flip_probability: For each axis on its own.
         p: Probability that the transform is applied at all.
@@ -74,8 +76,10 @@ class RandomFlip:
             if isinstance(axis, str):
                 letter = axis[:1].upper()
                 if letter not in _NAMES:
-                    raise ValueError(f"axes={axes!r}: {axis!r} is no anatomical direction; take left, right, anterior, "
-                                     "posterior, inferior or superior, or 0, 1, 2")
+                    raise ValueError(
+                        f"axes={axes!r}: {axis!r} is no anatomical direction; take left, right, anterior, "
+                        "posterior, inferior or superior, or 0, 1, 2"
+                    )
                 self.axes.append(letter)
             elif axis in (0, 1, 2):
                 self.axes.append(int(axis))
@@ -284,7 +288,7 @@ class RandomElasticDeformation:
         if not self.allow_folding and self.max_displacement.max() > bound.millimetres:
             raise ValueError(
                 f"volume {volume_id!r}: max_displacement={self.max_displacement.max():g} mm can fold: with "
-                f"{self.num_control_points} control points over {grid.shape} voxels they lie {bound.spacing:.3g} mm apart"
+                f"{self.num_control_points} control points over {grid.shape} voxels lie {bound.spacing:.3g} mm apart"
                 f" and at most {bound.share:g} of that, {bound.millimetres:.3g} mm, is safe; lower max_displacement or "
                 "num_control_points, or say allow_folding=True"
             )

@@ -45,7 +45,8 @@ def show(
         ValueError: No such key or channel, or an empty batch.
 
     >>> import torch
-    >>> show({"image": torch.rand(2, 1, 8, 8, 8), "volume": ["a", "b"], "index": torch.tensor([0, 4])}).axes[1].get_title()
+    >>> batch = {"image": torch.rand(2, 1, 8, 8, 8), "volume": ["a", "b"], "index": torch.tensor([0, 4])}
+    >>> show(batch).axes[1].get_title()
     'b  k=4'
     """
     pixels, masks = _voxels(batch, image, "image"), _voxels(batch, label, "label")
@@ -59,7 +60,7 @@ def show(
     names = [] if masks is None else _label_numbers(masks)
     for column, patch in enumerate(pixels):
         outlines = [] if masks is None else list(_outlines(masks[column], names))
-        _draw_patch(grid[:, column], patch, outlines, rows, _spacing(batch, column))
+        _draw_patch(list(grid[:, column]), patch, outlines, rows, _spacing(batch, column))
         grid[0, column].set_title(_title(batch, column), fontsize=8)
     _name_labels(figure, names)
     if file is not None:
@@ -90,7 +91,11 @@ def _empty_figure(columns: int, rows: Sequence[int]) -> tuple[Figure, Array]:
     from matplotlib import pyplot
 
     figure, grid = pyplot.subplots(
-        len(rows), columns, squeeze=False, layout="constrained", figsize=(_INCHES * columns + 0.3, _INCHES * len(rows) + 0.4)
+        len(rows),
+        columns,
+        squeeze=False,
+        layout="constrained",
+        figsize=(_INCHES * columns + 0.3, _INCHES * len(rows) + 0.4),
     )
     pyplot.close(figure)  # the caller's alone: a notebook shows it once, and pyplot does not keep it alive
     for axes in grid.flat:
@@ -108,7 +113,12 @@ def _draw_patch(
         across, up = np.delete(spacing, axis)
         flat = patch.take(middle, axis).T
         axes.imshow(
-            flat, cmap="gray", origin="lower", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across,
+            flat,
+            cmap="gray",
+            origin="lower",
+            vmin=low,
+            vmax=max(high, low + 1e-6),
+            aspect=up / across,
             interpolation="nearest",
         )
         if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]

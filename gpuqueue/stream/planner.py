@@ -37,6 +37,7 @@ class Planner:
     rank: int = 0
     world_size: int = 1
     uneven: str = "pad"
+    weights: Sequence[float] | None = None
 
     @property
     def from_counts(self) -> bool:
@@ -62,6 +63,7 @@ class Planner:
             epoch=self.key_epoch(epoch),
             shuffle=self.shuffle,
             rank=self.rank,
+            weights=self.weights,
             **self._sizes(),
         )
 
@@ -115,14 +117,22 @@ class Plans:
     def __init__(self, commands: Callable[[int], Iterator[Command]], endless: bool) -> None:
         self._commands, self._endless = commands, endless
         self._shared: dict[int, _Shared] = {}
+        self._resumed: tuple[int, Iterator[Command]] | None = None
         self._lock = threading.Lock()
 
     def loads(self, epoch: int) -> Iterator[tuple[int, int]]:
         """(epoch, volume) of every L from this epoch on; forgets what was planned before."""
         with self._lock:
             self._shared.clear()
+            if self._resumed is not None and self._resumed[0] == epoch:
+                self._shared[epoch] = _Shared(self._resumed[1])
+            self._resumed = None
         epochs = count(epoch) if self._endless else (epoch,)
         return ((number, command.volume) for number in epochs for command in self._find(number).loads())
+
+    def resume(self, epoch: int, commands: Iterator[Command]) -> None:
+        """The next `loads(epoch)` begins with these commands instead of the epoch's own."""
+        self._resumed = (epoch, commands)
 
     def take(self, epoch: int) -> Iterator[Command]:
         """The epoch's commands, for the executor; to be called after `loads` was asked for this epoch."""

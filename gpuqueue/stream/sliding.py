@@ -23,17 +23,22 @@ def sliding(visits: Iterable[Visit], capacity: int, rng: np.random.Generator) ->
     period; whenever one leaves, the next enters at once. So the volumes' remaining counts stay staggered, a new volume
     has time to load before its first turn, and loads come at an even pace. When nothing is left to enter, each gives
     what it still has, evenly spaced to the end: they end together and the last batches stay mixed.
+
+    >>> " ".join(map(str, sliding([(0, 2), (1, 2), (2, 2)], 2, np.random.default_rng(0))))
+    'L0 P0 L1 P1 P0 D0 L2 P1 D1 P2 P2 D2'
     """
     check_capacity(capacity)
     return _slide(_Waiting(visits), capacity, rng)
 
 
 def check_capacity(capacity: int) -> None:
+    """Refuses less than one volume in memory with a ValueError."""
     if capacity < 1:
         raise ValueError(f"the number of volumes in memory must be at least 1, not {capacity}")
 
 
 def worth_loading(visits: Iterable[Visit]) -> Iterator[Visit]:
+    """The visits that have patches to give. Raises ValueError for a negative number."""
     for volume, patches in visits:
         if patches < 0:
             raise ValueError(f"volume {volume} cannot give {patches} patches; the number must be 0 or more")

@@ -35,13 +35,22 @@ def sequential(visits: Iterable[Visit], capacity: int, rng: np.random.Generator)
 
 
 def basic(visits: Iterable[Visit], capacity: int, rng: np.random.Generator) -> Iterator[Command]:
-    """Blocks of `capacity` visits, patches shuffled inside; the last block is short; lazy."""
+    """Blocks of `capacity` visits, patches shuffled inside; the last block is short; lazy.
+
+    >>> " ".join(map(str, basic([(0, 1), (1, 1), (2, 1)], 2, np.random.default_rng(0))))
+    'L0 L1 P0 D0 P1 D1 L2 P2 D2'
+    """
     check_capacity(capacity)
     return _play(_blocks(visits, capacity), rng)
 
 
 def merge_incomplete(visits: Iterable[Visit], capacity: int, rng: np.random.Generator) -> Iterator[Command]:
-    """Like `basic`, the remainder of r visits joins the last block: up to capacity + r resident."""
+    """Like `basic`, the remainder of r visits joins the last block: up to capacity + r resident.
+
+    >>> stream = list(merge_incomplete([(volume, 5) for volume in range(7)], 4, np.random.default_rng(0)))
+    >>> check(stream).most_resident
+    7
+    """
     check_capacity(capacity)
     blocks = list(_blocks(visits, capacity))
     if _has_remainder(blocks, capacity):
@@ -50,7 +59,12 @@ def merge_incomplete(visits: Iterable[Visit], capacity: int, rng: np.random.Gene
 
 
 def split_incomplete(visits: Iterable[Visit], capacity: int, rng: np.random.Generator) -> Iterator[Command]:
-    """Like `basic`, the last block and the remainder together are halved into two blocks."""
+    """Like `basic`, the last block and the remainder together are halved into two blocks.
+
+    >>> stream = list(split_incomplete([(volume, 5) for volume in range(5)], 4, np.random.default_rng(0)))
+    >>> check(stream).most_resident
+    3
+    """
     check_capacity(capacity)
     blocks = list(_blocks(visits, capacity))
     if _has_remainder(blocks, capacity):
@@ -64,6 +78,10 @@ def keep_incomplete(visits: Iterable[Visit], capacity: int, rng: np.random.Gener
     """Like `basic`, the last block keeps volumes of the block before to be full; their patches are split over both.
 
     Costs no extra load. A volume of one patch cannot be split and is not kept.
+
+    >>> stream = list(keep_incomplete([(volume, 5) for volume in range(5)], 4, np.random.default_rng(0)))
+    >>> sorted({command.volume for command in stream[stream.index(Command("L", 4)) :]}), check(stream).loads
+    ([1, 2, 3, 4], 5)
     """
     check_capacity(capacity)
     blocks = list(_blocks(visits, capacity))
@@ -76,6 +94,9 @@ def reuse_incomplete(visits: Iterable[Visit], capacity: int, rng: np.random.Gene
     """Like `basic`, the last block is filled up with the epoch's first volumes; their patches are split over both.
 
     They are loaded again, unless the first block is the one before the last: then they are resident and stay on.
+
+    >>> check(reuse_incomplete([(volume, 5) for volume in range(9)], 4, np.random.default_rng(0))).loads
+    12
     """
     check_capacity(capacity)
     blocks = list(_blocks(visits, capacity))
@@ -92,6 +113,10 @@ def classic(max_length: int, samples_per_volume: int, shuffle_patches: bool = Tr
     `samples_per_volume`, as a subject's `num_samples` does there. The capacity is not looked at.
 
     Raises ValueError where `samples_per_volume` does not fit into `max_length`, which TorchIO cannot do.
+
+    >>> strategy = classic(max_length=3, samples_per_volume=2, shuffle_patches=False)
+    >>> " ".join(map(str, strategy([(0, 2), (1, 2)], 1, np.random.default_rng(0))))
+    'L0 L1 P0 P0 D0 P1 P1 D1'
     """
     for name, value in (("max_length", max_length), ("samples_per_volume", samples_per_volume)):
         if value < 1:

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,9 @@ class VolumeDataset:
 
     def _check(self, roles: Mapping[str, str]) -> None:
         if not len(self):
-            raise ValueError("the dataset is empty: give at least one entry such as {'id': 'case1', 'image': 'a.nii.gz'}")
+            raise ValueError(
+                "the dataset is empty: give at least one entry such as {'id': 'case1', 'image': 'a.nii.gz'}"
+            )
         keys: list[str] | None = None
         seen: set[str] = set()
         for entry in self._entries:
@@ -135,6 +137,9 @@ class _FlatList:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
@@ -170,7 +175,9 @@ def _volume_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     return {_stem(path.name): path for path in files}
 
 
-def _with_labels(images: Mapping[str, Any], labels: Mapping[str, pathlib.Path], root: pathlib.Path) -> list[dict[str, Any]]:
+def _with_labels(
+    images: Mapping[str, Any], labels: Mapping[str, pathlib.Path], root: pathlib.Path
+) -> list[dict[str, Any]]:
     if not images:
         raise ValueError(
             f"{root} holds no volumes in a known layout: imagesTr/ and labelsTr/, or NAME_image.nii.gz and "
@@ -178,7 +185,9 @@ def _with_labels(images: Mapping[str, Any], labels: Mapping[str, pathlib.Path], 
         )
     if labels and (missing := sorted(set(images) - set(labels))):
         raise ValueError(f"{root}: {len(missing)} of {len(images)} cases have no label, the first is {missing[0]!r}")
-    return [{"id": case, "image": image} | ({"label": labels[case]} if labels else {}) for case, image in images.items()]
+    return [
+        {"id": case, "image": image} | ({"label": labels[case]} if labels else {}) for case, image in images.items()
+    ]
 
 
 def _decathlon(root: pathlib.Path) -> list[dict[str, Any]]:
@@ -204,5 +213,3 @@ def _pairs(root: pathlib.Path) -> list[dict[str, Any]]:
     images = {stem.removesuffix("_image"): path for stem, path in files.items() if stem.endswith("_image")}
     labels = {stem.removesuffix("_label"): path for stem, path in files.items() if stem.endswith("_label")}
     return _with_labels(images, labels, root)
-
-

@@ -224,7 +224,9 @@ class Feed:
             failure = StageError(
                 f"copying volume {item.volume.id!r} ({item.volume.nbytes} bytes) to the device failed: "
                 f"{type(error).__name__}: {error}",
-                stage="copy", volume=item.volume.id, epoch=epoch,
+                stage="copy",
+                volume=item.volume.id,
+                epoch=epoch,
             )
             failure.__cause__ = error
             return failure

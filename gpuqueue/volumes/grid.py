@@ -51,11 +51,15 @@ def check_affine(affine: ArrayLike, where: str) -> Matrix:
     """The affine as float64 (4, 4), or a ValueError that says what is wrong with it; `where` begins the message."""
     matrix = np.array(affine, dtype=np.float64)
     if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or not np.allclose(matrix[3], [0, 0, 0, 1]):
-        raise ValueError(f"{where}: the affine must be a finite 4x4 matrix with last row 0 0 0 1, got {matrix.tolist()}")
+        raise ValueError(
+            f"{where}: the affine must be a finite 4x4 matrix with last row 0 0 0 1, got {matrix.tolist()}"
+        )
     lengths = np.linalg.norm(matrix[:3, :3], axis=0)
     if (lengths == 0).any() or abs(np.linalg.det(matrix[:3, :3] / lengths)) < 1e-6:
-        raise ValueError(f"{where}: the affine cannot be inverted (an axis of length zero or parallel axes): "
-                         f"{matrix.tolist()}; repair the file's header, or pass affine=")
+        raise ValueError(
+            f"{where}: the affine cannot be inverted (an axis of length zero or parallel axes): "
+            f"{matrix.tolist()}; repair the file's header, or pass affine="
+        )
     return matrix
 
 

@@ -1,7 +1,7 @@
 """How volumes are read ahead: an ordinary DataLoader, driven in stream order for the life of a queue.
 
-Every trap here was measured: worker exceptions are returned as records (a DataLoader rebuilds them badly or not at all),
-arrays are put into shared memory inside the dataset's call (a failure in the queue's feeder thread would hang), a short
+Every trap here was measured: worker exceptions are returned as records (a DataLoader rebuilds them badly or not at
+all), arrays are put into shared memory inside the dataset's call (a failure in the queue's feeder thread would hang), a short
 `timeout` is used as a poll (so that closing never waits for a read), and one lock keeps forks apart from compiling and
 importing threads (a child forked in between hangs).
 """
@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -361,9 +360,7 @@ class ForeignReader:
                 item = next(self._items)
             except StopIteration:
                 self._items = None
-                raise ValueError(
-                    f"the loader ended after {index} volumes; more were planned from its length"
-                ) from None
+                raise ValueError(f"the loader ended after {index} volumes; more were planned from its length") from None
             except Exception as error:
                 self._items = None  # and no traceback that keeps it, and so its workers, alive
                 raise error.with_traceback(None) from None

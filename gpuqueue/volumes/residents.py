@@ -168,7 +168,7 @@ class CudaMemory:
 
     def _copy(self, array: Tensor, buffer: Tensor) -> Tensor:
         """`array` through pinned memory into `buffer`, contiguous along k; it travels as it lies and turns there."""
-        order = sorted(range(4), key=lambda axis: (-array.stride(axis), axis))
+        order = sorted(range(4), key=lambda axis: (-array.stride()[axis], axis))
         flat = array.permute(order).contiguous()  # no copy when the array is dense in some order, as files are
         pinned = flat.pin_memory()  # torch's pinned allocator reuses it only after the copies queued from it
         target = buffer[: flat.numel() * flat.element_size()].view(array.dtype).view(array.shape)

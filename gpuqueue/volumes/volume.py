@@ -108,14 +108,19 @@ class Volume:
         """Bytes of all arrays as stored."""
         return sum(array.numel() * array.element_size() for array in self.arrays.values())
 
+    @property
+    def layout(self) -> dict[str, tuple[str, int]]:
+        """(role, channels) of each key: what all volumes of a data set share."""
+        return {key: (self.roles[key], len(array)) for key, array in self.arrays.items()}
+
     def __getitem__(self, key: str) -> Tensor:
         """True values of one key, `(C, I, J, K)`: images and maps float32 with slope and intercept applied, labels as
         stored."""
         data = self.arrays[key]
         if self.roles[key] == "label":
             return data
-        slope, intercept = torch.from_numpy(self.scale[key].astype(np.float32)).T[:, :, None, None, None]
-        return data.to(torch.float32) * slope + intercept
+        scale = torch.from_numpy(self.scale[key].astype(np.float32))[:, :, None, None, None]
+        return data.to(torch.float32) * scale[:, 0] + scale[:, 1]
 
     def replace(self, arrays: Mapping[str, Any], affine: ArrayLike | Mapping[str, ArrayLike] | None = None) -> Volume:
         """A copy of this volume with some arrays (true values) exchanged or added, for a dataset's `transform=`.
@@ -126,9 +131,11 @@ class Volume:
         """
         kept = {key: scale for key, scale in self.scale.items() if key not in arrays}
         roles = self.roles | {key: find_role(key, self.roles, f"volume {self.id!r}") for key in arrays}
-        affines = affine if affine is not None else self.affines | {
-            key: self.affines[self.reference] for key in arrays if key not in self.affines
-        }
+        affines = (
+            affine
+            if affine is not None
+            else self.affines | {key: self.affines[self.reference] for key in arrays if key not in self.affines}
+        )
         return Volume(
             self.id, self.arrays | dict(arrays), affines, roles, self.same_grid, scale=kept, sources=self.sources
         )
@@ -193,7 +200,7 @@ def as_volume(item: object, fallback_id: str, roles: Mapping[str, str] | None, s
             continue
         if value.ndim == 5 and len(value) > 1:
             raise VolumeError(
-                f"volume {volume_id!r}: {key!r} has shape {tuple(value.shape)}, a batch of {len(value)} volumes stacked;"
+                f"volume {volume_id!r}: {key!r} has shape {tuple(value.shape)}, {len(value)} volumes stacked;"
                 " use DataLoader(..., batch_size=1), or collate_fn=list to keep volumes of different shapes apart"
             )
         arrays[key] = value[0] if value.ndim == 5 else value

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpuqueue.rng import hash_id
 
 Array = NDArray[Any]
-_INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.int64)  # narrowest first
+_INTEGERS = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64)  # narrowest first
 _LONGEST_NAME = 80  # file systems allow 255 bytes for the whole name
 
 
@@ -46,8 +46,8 @@ def save_nifti(batch: Mapping[str, Any], folder: str | os.PathLike[str]) -> list
     """
     if missing := [name for name in ("affine", "volume", "epoch", "index") if name not in batch]:
         raise ValueError(
-            f"the batch has no {missing[0]!r}, so a patch's place or name is not known; save the batch as the queue gave "
-            f"it, or keep its entries: {{**batch, 'image': new}}"
+            f"the batch has no {missing[0]!r}, so a patch's place or name is not known; save it as the queue gave it, "
+            "or keep its entries: {**batch, 'image': new}"
         )
     keys = [key for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 5]
     if not keys:

@@ -13,8 +13,10 @@ with T the spline's coefficients in source voxels and W the cubic B-spline weigh
 (int64) and added after the floor, so float32 is enough for everything else whatever the size of the volume.
 
 Reading. `linear`: trilinear; a neighbour outside the array is the pad value (SciPy `grid-constant`). `nearest`: index
-floor(x + 1/2 + 1e-3) per axis; outside the array the pad value. Values are `slope * stored + intercept`, per channel;
-pad is already a value. Linear keys come out as float32, nearest keys as int64.
+floor(x + 1/2 + 1e-3) per axis; outside the array the pad value. `vote`: of the labels of the eight neighbours, pad
+outside the array, the one with the greatest summed trilinear weight, the fractions rounded to 1/128 before, so that
+sums are exact; the smaller of equals. Values are `slope * stored + intercept`, per channel; pad is already a value.
+Linear keys come out as float32, nearest and vote keys as int64. Points that are not finite read pad.
 
 A pull-back whose `permutation` is set moves whole voxels only: every backend copies, bit for bit.
 """
@@ -31,7 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Size = tuple[int, int, int]
-Mode = Literal["linear", "nearest"]
+Mode = Literal["linear", "nearest", "vote"]
+BACKENDS = ("auto", "torch", "numba")
 NEAREST_SHIFT = 0.5 + 1e-3  # ties, which oblique grids make common, go up in every backend and in the reference
 
 
@@ -103,7 +106,7 @@ def find_backend(name: str, device: torch.device) -> Backend:
         from gpuqueue.patches.gather import numba_cpu
 
         return numba_cpu.gather
-    raise ValueError(f"backend={name!r} is unknown; take 'auto', 'torch' or 'numba'")
+    raise ValueError(f"backend={name!r} is unknown; take one of {', '.join(BACKENDS)}")
 
 
 def spline_weights(start: int, count: int, extent: int, num_control_points: int) -> NDArray[np.float64]:

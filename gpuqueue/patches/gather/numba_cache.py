@@ -68,7 +68,7 @@ def cache_folder() -> pathlib.Path | None:
 def source_hash() -> str:
     """A hash of the source that is compiled."""
     here = pathlib.Path(__file__).parent
-    names = ("numba_cache.py", "numba_instructions.py", "numba_kernels.py", "contract.py")
+    names = ("numba_cache.py", "numba_instructions.py", "numba_readers.py", "numba_kernels.py", "contract.py")
     return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()[:16]
 
 

@@ -8,6 +8,7 @@ loops are not used: their threading layers break after a fork and under concurre
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -55,46 +56,56 @@ class Group:
     keys: list[tuple[Source, Mode, Tensor]]
 
 
+@dataclass(frozen=True)
+class Job:
+    """What `numba_kernels.fill` takes for one group; `keep` holds the tensors whose addresses are in `keys`."""
+
+    size: Size
+    pull_back: tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]
+    spline: tuple[NDArray[np.float64], Size, Size]
+    shape: tuple[int, ...]
+    keys: NDArray[np.int64]
+    values: NDArray[np.float64]
+    keep: Group
+
+
 def tasks(groups: list[Group], size: Size) -> list[Callable[[], None]]:
-    """Calls that together fill the groups, at least two for each thread where planes allow."""
+    """Calls that together fill the groups: one a group, or at least two for each thread where planes allow."""
     parts = min(size[0], math.ceil(2 * num_threads() / len(groups))) if len(groups) < 2 * num_threads() else 1
-    edges = np.linspace(0, size[0], parts + 1).astype(int).tolist()
-    calls = []
+    edges = [size[0] * part // parts for part in range(parts + 1)]
+    calls: list[Callable[[], None]] = []
     for group in groups:
-        arguments = kernel_arguments(group, size)
-        calls += [functools.partial(fill_planes, rows, *arguments) for rows in zip(edges, edges[1:])]
+        job = make_job(group, size)
+        calls += [functools.partial(fill_planes, job, planes) for planes in itertools.pairwise(edges)]
     return calls
 
 
-def kernel_arguments(group: Group, size: Size) -> tuple[Any, ...]:
-    """What `numba_kernels.fill` takes after `rows`, and the scratch memory that each call needs."""
-    from gpuqueue.patches.gather import numba_kernels as kernels
+def make_job(group: Group, size: Size) -> Job:
+    """The numbers and addresses of a group, as the kernels take them."""
+    from gpuqueue.patches.gather import numba_readers as readers
 
     pull_back, spline = group.pull_back, group.pull_back.spline
     channels = max(source.data.shape[0] for source, _, _ in group.keys)
-    fields = np.zeros((len(group.keys), kernels.FIELDS), np.int64)
-    values = np.zeros((len(group.keys), channels, kernels.VALUES))
+    keys = np.zeros((len(group.keys), readers.KEY_FIELDS), np.int64)
+    values = np.zeros((len(group.keys), channels, readers.VALUES))
     for n, (source, mode, out) in enumerate(group.keys):
         data = source.data
-        fields[n,:8] = (data.data_ptr(), reader_address(mode, data.dtype), out.data_ptr(), data.shape[0], *data.stride())
+        keys[n] = (data.data_ptr(), reader_address(mode, data.dtype), out.data_ptr(), data.shape[0], *data.stride())
         values[n, : data.shape[0], :2], values[n, : data.shape[0], 2] = source.scale, source.pad
-    none: NDArray[np.float64] = np.zeros((3, 0, 0, 0))
-    coefficients, start, extent = (none, size, size) if spline is None else (
-        np.ascontiguousarray(spline.coefficients), spline.start, spline.extent
-    )
-    return (
-        size, np.ascontiguousarray(pull_back.matrix), pull_back.rest, pull_back.base, coefficients, start, extent,
-        np.array(group.keys[0][0].data.shape[1:]), fields, values,
-    )  # fmt: skip
+    curve: tuple[NDArray[np.float64], Size, Size] = (np.zeros((3, 0, 0, 0)), size, size)
+    if spline is not None:
+        curve = (np.ascontiguousarray(spline.coefficients, np.float64), spline.start, spline.extent)
+    affine = (np.ascontiguousarray(pull_back.matrix, np.float64), pull_back.rest, pull_back.base)
+    return Job(size, affine, curve, tuple(group.keys[0][0].data.shape[1:]), keys, values, group)
 
 
-def fill_planes(rows: tuple[int, int], size: Size, *arguments: Any) -> None:
+def fill_planes(job: Job, planes: tuple[int, int]) -> None:
     """Runs the driver over some planes of a patch, with scratch memory of its own."""
-    from gpuqueue.patches.gather import numba_kernels as kernels
+    from gpuqueue.patches.gather import numba_kernels, numba_readers
 
-    width = (size[2] + 7) // 8 * 8
-    scratch = np.empty(3 * kernels.TILE_K * (1 + kernels.TILE_J) + width, np.float32)
-    kernels.fill(rows, size, *arguments, scratch, np.empty(kernels.TILE_K, np.int32))
+    scratch = np.empty(3 * numba_readers.TILE_K * (1 + numba_readers.TILE_J) + job.size[2] + 7, np.float32)
+    indices = np.empty(numba_readers.TILE_K, np.int32)
+    numba_kernels.fill(planes, job.size, job.pull_back, job.spline, job.shape, job.keys, job.values, scratch, indices)
 
 
 # Compilation ---------------------------------------------------------------------------------------------------------
@@ -110,16 +121,16 @@ def _reader(mode: Mode, dtype: torch.dtype) -> Any:
     from numba import types
 
     from gpuqueue.patches.gather import numba_cache, numba_instructions
-    from gpuqueue.patches.gather import numba_kernels as kernels
+    from gpuqueue.patches.gather import numba_readers as readers
 
     special = {torch.float16: numba_instructions.HALF, torch.bfloat16: numba_instructions.BFLOAT16}
     stored = special.get(dtype) or getattr(types, str(dtype).removeprefix("torch."))
     floats, ints = types.CPointer(types.float32), types.CPointer(types.int64)
     signature = types.void(
         types.CPointer(stored), floats, ints, ints, ints, ints, types.CPointer(types.float64), floats,
-        types.CPointer(types.int32), *[types.int64] * 5,
+        types.CPointer(types.int32),
     )  # fmt: skip
-    function = {"linear": kernels.read_linear, "nearest": kernels.read_nearest}[mode]
+    function = {"linear": readers.read_linear, "nearest": readers.read_nearest, "vote": readers.read_vote}[mode]
     return numba_cache.c_function(signature, function)
 
 

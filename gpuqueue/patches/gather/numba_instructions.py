@@ -130,7 +130,7 @@ def _stored_float(typing: Any, data: Any, index: Any) -> Any:
     """(address, index) -> the stored value as float32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = _load(builder, *args, data.dtype, ir.IntType(_bits(data.dtype)))
+        word = _load(builder, args[0], args[1], data.dtype, ir.IntType(_bits(data.dtype)))
         lanes = builder.bitcast(word, ir.VectorType(word.type, 1))
         return builder.extract_element(_to_float(builder, lanes, data.dtype), INT32(0))
 
@@ -141,7 +141,7 @@ def _stored_whole(typing: Any, data: Any, index: Any) -> Any:
     """(address, index) -> the stored value as int64; integers never pass through a float."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = _load(builder, *args, data.dtype, ir.IntType(_bits(data.dtype)))
+        word = _load(builder, args[0], args[1], data.dtype, ir.IntType(_bits(data.dtype)))
         if isinstance(data.dtype, types.Integer):
             return builder.sext(word, INT64) if data.dtype.signed else builder.zext(word, INT64)
         lanes = builder.bitcast(word, ir.VectorType(word.type, 1))

@@ -1,13 +1,9 @@
-"""The compiled code of the CPU backend: one driver, and one reader for each mode and stored dtype.
+"""The compiled driver of the CPU backend: source coordinates, tile by tile.
 
-The driver cuts a patch into tiles of TILE_J rows by TILE_K voxels and walks them along i, so that the source voxels of a
-tile stay in the nearest cache. It computes a tile's source coordinates in float32, each row about a whole source voxel
-of its own, notes which run of each row has all its neighbours inside the array, and hands the tile to the reader of
-every key. A reader takes the runs without a test and the rest voxel by voxel. Scratch memory is one tile: no coordinate
-grid exists.
-
+A patch is cut into tiles of TILE_J rows by TILE_K voxels, walked along i, so that the source voxels of a tile stay in a
+near cache and rows are written whole. A tile's coordinates are float32, each row about a whole source voxel of its own.
 Readers are reached through their addresses, so that n keys of m dtypes need n + m compilations, not n times m.
-Whole numbers and floats never meet in one expression: that would be float64, and twice the time.
+All scratch memory is one tile: no coordinate grid exists.
 """
 
 from __future__ import annotations
@@ -16,41 +12,191 @@ from typing import Any
 
 import numpy as np
 
-from gpuqueue.patches.gather.contract import NEAREST_SHIFT
 from gpuqueue.patches.gather.numba_cache import jit
 from gpuqueue.patches.gather.numba_instructions import (
     address,
     call,
-    float_at,
-    floor,
-    floor8,
     fused8,
-    int64_at,
     load8,
-    minus8,
     moved,
     plus8,
-    prefetch,
     spread8,
     store8,
-    stored_float,
-    stored_whole,
-    trilinear,
-    trilinear_strided,
-    whole8,
+)
+from gpuqueue.patches.gather.numba_readers import (
+    AHEAD,
+    CHANNEL_STEP,
+    COUNT,
+    DATA,
+    FIRST,
+    KEY_FIELDS,
+    READER,
+    ROW_STEP,
+    ROWS,
+    SHAPE,
+    STRIDE,
+    TILE_FIELDS,
+    TILE_J,
+    TILE_K,
+    ZERO,
+    is_inside,
 )
 
-# int64 fields of a key, and float64 values of each of its channels
-DATA, READER, OUT, CHANNELS, CHANNEL_STRIDE, STRIDE, FIELDS = 0, 1, 2, 3, 4, 5, 11
-SLOPE, INTERCEPT, PAD, VALUES = range(4)
-TILE_J, TILE_K = 32, 96
-PSTEP2 = 8
-PSTEP = 4
-PD = 3.0
-SHIFT = np.float32(NEAREST_SHIFT)
-ZERO, ONE = np.float32(0), np.float32(1)
 MARGIN = 1e-3  # voxels; keeps the rounding of float32 out of the test for the interior
 FAR = 2.0**30  # beyond it, or not a number, a coordinate is simply outside
+PLANES_AHEAD = 3  # how far along i the readers ask for cache lines
+
+
+# The driver ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def fill(
+    planes: Any, size: Any, pull_back: Any, spline: Any, shape: Any, keys: Any, values: Any, scratch: Any, indices: Any
+) -> None:
+    """Reads planes planes[0] .. planes[1] - 1 of one patch for the keys that share its map and the array's shape.
+
+    `pull_back` (matrix, rest, base); `spline` (coefficients, start, extent), without coefficients where there is none;
+    `keys` (n, KEY_FIELDS), `values` (n, channels, VALUES); `scratch` and `indices` are the caller's memory.
+    """
+    tables = spline_tables(spline, size)
+    most, num_k = largest(tables[0]), size[2]
+    room = np.zeros((3, tables[0].shape[2], tables[0].shape[3]), np.float32)
+    row = np.zeros((3, tables[0].shape[3]), np.float32)
+    whole, runs, tile = (
+        np.zeros((TILE_J, 3), np.int64),
+        np.zeros((TILE_J, 2), np.int64),
+        np.zeros(TILE_FIELDS, np.int64),
+    )
+    fractions = address(scratch)
+    ramp, points = moved(fractions, 3 * TILE_K), moved(fractions, 3 * TILE_K + (num_k + 7) // 8 * 8)
+    for k in range((num_k + 7) // 8 * 8):
+        ramp[k] = np.float32(k - num_k // 2)
+    set_patch(tile, size, shape, pull_back[0])
+    can_be_inside = offsets_fit(pull_back[0], num_k, most, keys)
+    for k0 in range(0, num_k, TILE_K):
+        tile[COUNT] = min(TILE_K, num_k - k0)
+        for j0 in range(0, size[1], TILE_J):
+            tile[ROWS] = min(TILE_J, size[1] - j0)
+            for i in range(planes[0], planes[1]):
+                tile[FIRST] = (i * size[1] + j0) * num_k + k0
+                inside = can_be_inside and tile_is_inside(i, j0, k0, size, pull_back, most, tile)
+                place_tile(i, j0, k0, size, pull_back, tables, room, row, ramp, points, whole, tile)
+                find_runs(points, whole, tile, inside, can_be_inside, runs)
+                for n in range(len(keys)):
+                    key, constants = moved(address(keys), n * KEY_FIELDS), moved(address(values), n * values[0].size)
+                    call(
+                        key[READER], key[DATA],
+                        (points, address(whole), address(runs), address(tile), key, constants, fractions,
+                         address(indices)),
+                    )  # fmt: skip
+
+
+@jit
+def set_patch(tile: Any, size: Any, shape: Any, matrix: Any) -> None:
+    """The fields of a tile that are the same for the whole patch."""
+    tile[ROW_STEP], tile[CHANNEL_STEP] = size[2], size[0] * size[1] * size[2]
+    for s in range(3):
+        tile[SHAPE + s] = shape[s]
+        step = matrix[s, 0] * PLANES_AHEAD
+        tile[AHEAD + s] = int(np.round(step)) if abs(step) < FAR else 0
+    tile[AHEAD] += 1  # of the two source planes that a voxel lies between, the one not read yet
+
+
+@jit
+def offsets_fit(matrix: Any, num_k: int, most: Any, keys: Any) -> bool:
+    """Whether element offsets within a row fit int32 in every key; else all voxels go the slow, 64-bit way."""
+    for n in range(len(keys)):
+        largest_offset = 0.0
+        for s in range(3):
+            largest_offset += (abs(matrix[s, 2]) * num_k + most[s] + 2) * keys[n, STRIDE + s]
+        if not largest_offset < 2.0**31:
+            return False
+    return True
+
+
+# Coordinates ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def tile_is_inside(i: int, j0: int, k0: int, size: Any, pull_back: Any, most: Any, tile: Any) -> bool:
+    """Whether all eight neighbours of every voxel of the tile lie inside the array, whatever the displacement."""
+    matrix, rest, base = pull_back
+    half_j, half_k = (tile[ROWS] - 1) / 2, (tile[COUNT] - 1) / 2
+    for s in range(3):
+        middle = base[s] + rest[s] + matrix[s, 0] * (i - size[0] // 2)
+        middle += matrix[s, 1] * (j0 + half_j - size[1] // 2) + matrix[s, 2] * (k0 + half_k - size[2] // 2)
+        reach = abs(matrix[s, 1]) * half_j + abs(matrix[s, 2]) * half_k + most[s] + MARGIN
+        if not (middle - reach > 0 and middle + reach < tile[SHAPE + s] - 1):
+            return False
+    return True
+
+
+@jit
+def place_tile(
+    i: int, j0: int, k0: int, size: Any, pull_back: Any, tables: Any, room: Any, row: Any, ramp: Any, points: Any,
+    whole: Any, tile: Any,
+) -> None:  # fmt: skip
+    """Source coordinates of a tile's voxels into `points` (rows, 3, TILE_K), about `whole` (rows, 3)."""
+    matrix, rest, base = pull_back
+    part, weights, cells_i, taps_i, cells_j, taps_j, cells_k = tables
+    if part.size > 0:
+        contract_plane(part, cells_i, taps_i, i, cells_j[j0], cells_j[j0 + tile[ROWS] - 1] + 4, room)
+    for j in range(tile[ROWS]):
+        if part.size > 0:
+            contract_row(room, cells_j, taps_j, j0 + j, row)
+            displace_row(row, weights, cells_k, k0, k0 + tile[COUNT], moved(points, j * 3 * TILE_K))
+        for s in range(3):
+            x = rest[s] + matrix[s, 0] * (i - size[0] // 2) + matrix[s, 1] * (j0 + j - size[1] // 2)
+            near = int(np.floor(x)) if abs(x) < FAR else 0
+            whole[j, s] = base[s] + near
+            target = moved(points, (j * 3 + s) * TILE_K)
+            ramp_row(
+                np.float32(x - near), np.float32(matrix[s, 2]), moved(ramp, k0), tile[COUNT], part.size > 0, target
+            )
+
+
+@jit
+def ramp_row(start: Any, slope: Any, ramp: Any, count: int, displaced: bool, points: Any) -> None:
+    """points[k] = start + slope * ramp[k], plus what points[k] holds already where it is displaced."""
+    a, m = spread8(start), spread8(slope)
+    if displaced:
+        for k in range(0, count, 8):
+            store8(points, k, plus8(load8(points, k), fused8(m, load8(ramp, k), a)))
+    else:
+        for k in range(0, count, 8):
+            store8(points, k, fused8(m, load8(ramp, k), a))
+
+
+@jit
+def displace_row(row: Any, weights: Any, cells_k: Any, k0: int, k1: int, points: Any) -> None:
+    """points[s, k - k0] = sum_c row[s, c] weights[c, k], over the few control points that eight voxels see."""
+    taps, values, step = address(weights), address(row), row.shape[1]
+    for k in range(k0, k1, 8):
+        u0, u1, u2 = spread8(ZERO), spread8(ZERO), spread8(ZERO)
+        for c in range(cells_k[k], cells_k[min(k + 7, k1 - 1)] + 4):
+            w = load8(taps, c * weights.shape[1] + k)
+            u0 = fused8(w, spread8(values[c]), u0)
+            u1 = fused8(w, spread8(values[step + c]), u1)
+            u2 = fused8(w, spread8(values[2 * step + c]), u2)
+        store8(points, k - k0, u0)
+        store8(points, TILE_K + k - k0, u1)
+        store8(points, 2 * TILE_K + k - k0, u2)
+
+
+@jit
+def find_runs(points: Any, whole: Any, tile: Any, inside: bool, can_be_inside: bool, runs: Any) -> None:
+    """For each row the first run [first, last) of voxels whose eight neighbours all lie inside the array."""
+    for j in range(tile[ROWS]):
+        row, corner, count = moved(points, j * 3 * TILE_K), moved(address(whole), j * 3), tile[COUNT]
+        first, last = 0, count if inside else 0
+        if can_be_inside and not inside:
+            while first < count and not is_inside(row, first, corner, address(tile)):
+                first += 1
+            last = first
+            while last < count and is_inside(row, last, corner, address(tile)):
+                last += 1
+        runs[j, 0], runs[j, 1] = first, last
 
 
 # Splines -------------------------------------------------------------------------------------------------------------
@@ -70,6 +216,31 @@ def cells_and_taps(start: int, count: int, extent: int, points: int) -> Any:
         taps[p, 2] = (-3 * f**3 + 3 * f**2 + 3 * f + 1) / 6
         taps[p, 3] = f**3 / 6
     return cells, taps
+
+
+@jit
+def spline_tables(spline: Any, size: Any) -> Any:
+    """What the patch sees of a spline: control points, dense weights along k, and cells and taps of each axis."""
+    coefficients, start, extent = spline
+    if coefficients.size == 0:
+        cells, taps = np.zeros(0, np.int64), np.zeros((0, 4))
+        return np.zeros((3, 0, 0, 0), np.float32), np.zeros((0, 0), np.float32), cells, taps, cells, taps, cells
+    _, num_a, num_b, num_c = coefficients.shape
+    cells_i, taps_i = cells_and_taps(start[0], size[0], extent[0], num_a)
+    cells_j, taps_j = cells_and_taps(start[1], size[1], extent[1], num_b)
+    cells_k, taps_k = cells_and_taps(start[2], size[2], extent[2], num_c)
+    part = padded_part(coefficients, cells_i, cells_j, cells_k)
+    return part, dense_weights(cells_k, taps_k, part.shape[3]), cells_i, taps_i, cells_j, taps_j, cells_k
+
+
+@jit
+def largest(part: Any) -> Any:
+    """Greatest absolute control point of each axis (3,): no displacement is larger. Infinite if one is no number."""
+    most = np.zeros(3)
+    for s in range(3):
+        for value in part[s].flat:
+            most[s] = max(most[s], abs(value)) if value == value else np.inf
+    return most
 
 
 @jit
@@ -127,269 +298,3 @@ def contract_row(plane: Any, cells_j: Any, taps_j: Any, j: int, row: Any) -> Non
                 place = (s * num_b + cells_j[j] + b) * num_c + c
                 total = fused8(load8(source, place), spread8(np.float32(taps_j[j, b])), total)
             store8(target, s * num_c + c, total)
-
-
-# Coordinates ---------------------------------------------------------------------------------------------------------
-
-
-@jit
-def place_row(
-    points: Any, ramp: Any, origin: Any, slopes: Any, k0: int, k1: int, row: Any, weights: Any, cells_k: Any
-) -> None:
-    """points[s, k - k0] = origin[s] + slopes[s] * ramp[k] + sum_c row[s, c] weights[c, k] for k in k0 .. k1 - 1."""
-    a0, a1, a2 = (spread8(np.float32(origin[0])), spread8(np.float32(origin[1])), spread8(np.float32(origin[2])))
-    m0, m1, m2 = (spread8(np.float32(slopes[0])), spread8(np.float32(slopes[1])), spread8(np.float32(slopes[2])))
-    num_c, width, taps, values = weights.shape[0], weights.shape[1], address(weights), address(row)
-    step = row.shape[1]
-    for k in range(k0, k1, 8):
-        u0, u1, u2 = spread8(ZERO), spread8(ZERO), spread8(ZERO)
-        if num_c > 0:
-            for c in range(cells_k[k], cells_k[min(k + 7, k1 - 1)] + 4):
-                w = load8(taps, c * width + k)
-                u0 = fused8(w, spread8(values[c]), u0)
-                u1 = fused8(w, spread8(values[step + c]), u1)
-                u2 = fused8(w, spread8(values[2 * step + c]), u2)
-        q = load8(ramp, k)
-        store8(points, k - k0, plus8(u0, fused8(m0, q, a0)))
-        store8(points, TILE_K + k - k0, plus8(u1, fused8(m1, q, a1)))
-        store8(points, 2 * TILE_K + k - k0, plus8(u2, fused8(m2, q, a2)))
-
-
-@jit
-def tile_is_inside(centre: Any, reach: Any, shape: Any) -> bool:
-    """Whether all that lies within `reach` (3,) of source point `centre` has its eight neighbours in the array."""
-    for s in range(3):
-        if not (centre[s] - reach[s] > MARGIN and centre[s] + reach[s] < shape[s] - 1 - MARGIN):
-            return False
-    return True
-
-
-@jit
-def find_run(points: Any, whole: Any, shape: Any, count: int) -> Any:
-    """The first run [first, last) of a row whose voxels all have their eight neighbours inside the array."""
-    first = 0
-    while first < count and not is_inside(points, first, whole, shape):
-        first += 1
-    last = first
-    while last < count and is_inside(points, last, whole, shape):
-        last += 1
-    return first, last
-
-
-@jit
-def is_inside(points: Any, k: int, whole: Any, shape: Any) -> bool:
-    """Whether all eight neighbours of voxel k of the row lie inside the array."""
-    for s in range(3):
-        x = points[s * TILE_K + k]
-        if not (x >= np.float32(-whole[s]) and x < np.float32(shape[s] - 1 - whole[s])):
-            return False
-    return True
-
-
-# Readers of one tile -------------------------------------------------------------------------------------------------
-#
-# data       address of the array's first voxel, typed by its stored dtype
-# points     (rows, 3, TILE_K) float32 coordinates about `whole` (rows, 3), a voxel index; `shape` (3,) of the array
-# runs       (rows, 2): the first voxel whose neighbours are all inside, and the one after the last
-# key        its FIELDS; `values` (channels, VALUES)
-# out        element of the output where the tile begins; its rows lie `out_row` apart, its channels `out_step`
-# fractions, indices: scratch for a row
-
-
-def read_linear(
-    data: Any, points: Any, whole: Any, runs: Any, shape: Any, key: Any, values: Any, fractions: Any, indices: Any,
-    out: int, out_row: int, out_step: int, rows: int, count: int,
-) -> None:  # fmt: skip
-    """Trilinear float32 values."""
-    si, sj, sk = key[STRIDE], key[STRIDE + 1], key[STRIDE + 2]
-    fi, fj, fk = fractions, moved(fractions, TILE_K), moved(fractions, 2 * TILE_K)
-    for row in range(rows):
-        x, corner, first, last = moved(points, row * 3 * TILE_K), moved(whole, row * 3), runs[2 * row], runs[2 * row + 1]
-        split_row(x, key, first, last, fractions, indices)
-        start = corner[0] * si + corner[1] * sj + corner[2] * sk
-        far = start + key[8]*si+key[9]*sj+key[10]*sk
-        for k in range(first, last, PSTEP):
-            prefetch(data, far + np.int64(indices[k]))
-        for channel in range(key[CHANNELS]):
-            slope, intercept = np.float32(values[channel * VALUES]), np.float32(values[channel * VALUES + 1])
-            target = moved(float_at(key[OUT]), out + row * out_row + channel * out_step)
-            if sk == 1:
-                for k in range(first, last):
-                    value = trilinear(data, start + np.int64(indices[k]), si, sj, sk, fi[k], fj[k], fk[k])
-                    target[k] = value * slope + intercept
-            else:
-                for k in range(first, last):
-                    value = trilinear_strided(data, start + np.int64(indices[k]), si, sj, sk, fi[k], fj[k], fk[k])
-                    target[k] = value * slope + intercept
-            for k in range(first):
-                target[k] = linear_at(data, x, k, corner, shape, key, channel, values)
-            for k in range(last, count):
-                target[k] = linear_at(data, x, k, corner, shape, key, channel, values)
-            start += key[CHANNEL_STRIDE]
-
-
-@jit
-def split_row(points: Any, key: Any, first: int, last: int, fractions: Any, indices: Any) -> None:
-    """Coordinates to fractions and to element offsets from the row's whole voxel."""
-    si, sj, sk = spread8(np.int32(key[STRIDE])), spread8(np.int32(key[STRIDE + 1])), spread8(np.int32(key[STRIDE + 2]))
-    for k in range(first // 8 * 8, last, 8):
-        x, y, z = load8(points, k), load8(points, TILE_K + k), load8(points, 2 * TILE_K + k)
-        i, j, h = floor8(x), floor8(y), floor8(z)
-        store8(fractions, k, minus8(x, i))
-        store8(fractions, TILE_K + k, minus8(y, j))
-        store8(fractions, 2 * TILE_K + k, minus8(z, h))
-        store8(indices, k, fused8(whole8(i), si, fused8(whole8(j), sj, fused8(whole8(h), sk, spread8(np.int32(0))))))
-
-
-@jit
-def linear_at(data: Any, points: Any, k: int, whole: Any, shape: Any, key: Any, channel: int, values: Any) -> Any:
-    """One voxel near or beyond the border: neighbours outside the array are the pad value."""
-    slope, intercept = np.float32(values[channel * VALUES]), np.float32(values[channel * VALUES + 1])
-    pad = np.float32(values[channel * VALUES + 2])
-    x, y, z = points[k], points[TILE_K + k], points[2 * TILE_K + k]
-    if not (reaches(x, whole[0], shape[0]) and reaches(y, whole[1], shape[1]) and reaches(z, whole[2], shape[2])):
-        return pad
-    x0, y0, z0 = floor(x), floor(y), floor(z)
-    fi, fj, fk = x - x0, y - y0, z - z0
-    i0, j0, k0 = whole[0] + int(x0), whole[1] + int(y0), whole[2] + int(z0)
-    stored, inside, outside = ZERO, ZERO, ZERO
-    for di in range(2):
-        for dj in range(2):
-            for dk in range(2):
-                weight = (fi if di else ONE - fi) * (fj if dj else ONE - fj) * (fk if dk else ONE - fk)
-                if (0 <= i0 + di < shape[0]) and (0 <= j0 + dj < shape[1]) and (0 <= k0 + dk < shape[2]):
-                    index = (i0 + di) * key[STRIDE] + (j0 + dj) * key[STRIDE + 1] + (k0 + dk) * key[STRIDE + 2]
-                    stored += weight * stored_float(data, channel * key[CHANNEL_STRIDE] + index)
-                    inside += weight
-                else:
-                    outside += weight
-    return stored * slope + inside * intercept + outside * pad
-
-
-@jit
-def reaches(x: Any, whole: int, size: int) -> bool:
-    """Whether a coordinate has a neighbour inside an axis of `size` voxels; not for one that is not a number."""
-    return bool(x > np.float32(-1 - whole) and x < np.float32(size - whole))
-
-
-def read_nearest(
-    data: Any, points: Any, whole: Any, runs: Any, shape: Any, key: Any, values: Any, fractions: Any, indices: Any,
-    out: int, out_row: int, out_step: int, rows: int, count: int,
-) -> None:  # fmt: skip
-    """Stored labels at floor(x + NEAREST_SHIFT), int64."""
-    for row in range(rows):
-        x, corner, first, last = moved(points, row * 3 * TILE_K), moved(whole, row * 3), runs[2 * row], runs[2 * row + 1]
-        nearest_row(x, key, first, last, indices)
-        start = corner[0] * key[STRIDE] + corner[1] * key[STRIDE + 1] + corner[2] * key[STRIDE + 2]
-        far = start + key[8]*key[STRIDE]+key[9]*key[STRIDE+1]+key[10]*key[STRIDE+2]
-        for k in range(first, last, PSTEP2):
-            prefetch(data, far + np.int64(indices[k]))
-        for channel in range(key[CHANNELS]):
-            slope, intercept = int(values[channel * VALUES]), int(values[channel * VALUES + 1])
-            target = moved(int64_at(key[OUT]), out + row * out_row + channel * out_step)
-            for k in range(first, last):
-                target[k] = stored_whole(data, start + np.int64(indices[k])) * slope + intercept
-            for k in range(first):
-                target[k] = nearest_at(data, x, k, corner, shape, key, channel, values)
-            for k in range(last, count):
-                target[k] = nearest_at(data, x, k, corner, shape, key, channel, values)
-            start += key[CHANNEL_STRIDE]
-
-
-@jit
-def nearest_row(points: Any, key: Any, first: int, last: int, indices: Any) -> None:
-    """Coordinates to the nearest voxel's element offset from the row's whole voxel."""
-    si, sj, sk = spread8(np.int32(key[STRIDE])), spread8(np.int32(key[STRIDE + 1])), spread8(np.int32(key[STRIDE + 2]))
-    half = spread8(SHIFT)
-    for k in range(first // 8 * 8, last, 8):
-        i, j = floor8(plus8(load8(points, k), half)), floor8(plus8(load8(points, TILE_K + k), half))
-        h = floor8(plus8(load8(points, 2 * TILE_K + k), half))
-        store8(indices, k, fused8(whole8(i), si, fused8(whole8(j), sj, fused8(whole8(h), sk, spread8(np.int32(0))))))
-
-
-@jit
-def nearest_at(data: Any, points: Any, k: int, whole: Any, shape: Any, key: Any, channel: int, values: Any) -> Any:
-    """One voxel near or beyond the border."""
-    index = channel * key[CHANNEL_STRIDE]
-    for s in range(3):
-        x = points[s * TILE_K + k]
-        if not reaches(x, whole[s], shape[s]):
-            return int(values[channel * VALUES + 2])
-        place = whole[s] + int(floor(x + SHIFT))
-        if place < 0 or place >= shape[s]:
-            return int(values[channel * VALUES + 2])
-        index += place * key[STRIDE + s]
-    return stored_whole(data, index) * int(values[channel * VALUES]) + int(values[channel * VALUES + 1])
-
-
-# The driver ----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def fill(
-    planes: Any, size: Any, matrix: Any, centre: Any, base: Any, coefficients: Any, start: Any, extent: Any,
-    shape: Any, keys: Any, values: Any, scratch: Any, indices: Any,
-) -> None:  # fmt: skip
-    """Reads planes planes[0] .. planes[1] - 1 of one patch for the keys that share its map and the array's shape.
-
-    `coefficients` (3, gi, gj, gk), empty without a spline. `keys` (n, FIELDS), `values` (n, channels, VALUES).
-    `scratch` float32 and `indices` int32 are the caller's memory.
-    """
-    num_i, num_j, num_k = size
-    if coefficients.size > 0:
-        cells_i, taps_i = cells_and_taps(start[0], num_i, extent[0], coefficients.shape[1])
-        cells_j, taps_j = cells_and_taps(start[1], num_j, extent[1], coefficients.shape[2])
-        cells_k, taps_k = cells_and_taps(start[2], num_k, extent[2], coefficients.shape[3])
-        part = padded_part(coefficients, cells_i, cells_j, cells_k)
-        weights = dense_weights(cells_k, taps_k, part.shape[3])
-    else:
-        cells_i, taps_i = np.zeros(num_i, np.int64), np.zeros((num_i, 4))
-        cells_j, taps_j = np.zeros(num_j, np.int64), np.zeros((num_j, 4))
-        cells_k = np.zeros(num_k, np.int64)
-        part, weights = np.zeros((3, 0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
-    plane, row = np.zeros((3, part.shape[2], part.shape[3]), np.float32), np.zeros((3, part.shape[3]), np.float32)
-    whole, runs = np.zeros((TILE_J, 3), np.int64), np.zeros((TILE_J, 2), np.int64)
-    displaced = part.size > 0
-    most = np.zeros(3)
-    for s in range(3):
-        for v in part[s].flat:
-            most[s] = max(most[s], abs(v)) if v == v else np.inf
-    slopes = matrix[:, 2].copy()
-    for n in range(keys.shape[0]):
-        for s in range(3):
-            keys[n,8+s]=int(np.round(matrix[s,0]*PD))+(s==0)
-    origin, middle, reach = np.zeros(3), np.zeros(3), np.zeros(3)
-    fractions, ramp = address(scratch), moved(address(scratch), 3 * TILE_K)
-    points = moved(ramp, (num_k + 7) // 8 * 8)
-    for k in range((num_k + 7) // 8 * 8):
-        ramp[k] = np.float32(k - num_k // 2)
-    for k0 in range(0, num_k, TILE_K):
-        k1 = min(k0 + TILE_K, num_k)
-        for j0 in range(0, num_j, TILE_J):
-            j1 = min(j0 + TILE_J, num_j)
-            for s in range(3):
-                reach[s] = abs(matrix[s, 1]) * (j1 - j0) / 2 + abs(slopes[s]) * (k1 - k0) / 2 + most[s]
-            for i in range(planes[0], planes[1]):
-                if displaced:
-                    contract_plane(part, cells_i, taps_i, i, cells_j[j0], cells_j[j1 - 1] + 4, plane)
-                for s in range(3):
-                    middle[s] = base[s] + centre[s] + matrix[s, 0] * (i - num_i // 2) + matrix[s, 1] * ((j0 + j1 - 1) / 2 - num_j // 2) + slopes[s] * ((k0 + k1 - 1) / 2 - num_k // 2)
-                inside = tile_is_inside(middle, reach, shape)
-                for j in range(j0, j1):
-                    tile_row = moved(points, (j - j0) * 3 * TILE_K)
-                    for s in range(3):
-                        x = centre[s] + matrix[s, 0] * (i - num_i // 2) + matrix[s, 1] * (j - num_j // 2)
-                        near = int(np.floor(x)) if abs(x) < FAR else 0
-                        origin[s], whole[j - j0, s] = x - near, base[s] + near
-                    if displaced:
-                        contract_row(plane, cells_j, taps_j, j, row)
-                    place_row(tile_row, ramp, origin, slopes, k0, k1, row, weights, cells_k)
-                    runs[j - j0, 0], runs[j - j0, 1] = 0, k1 - k0
-                    if not inside:
-                        runs[j - j0, 0], runs[j - j0, 1] = find_run(tile_row, moved(address(whole), 3 * (j - j0)), shape, k1 - k0)
-                for n in range(keys.shape[0]):
-                    call(
-                        keys[n, READER], keys[n, DATA], (points, address(whole), address(runs),
-                        address(shape), moved(address(keys), n * FIELDS), moved(address(values), n * values.shape[1] * VALUES), fractions, address(indices), (i * num_j + j0) * num_k + k0, num_k,
-                        num_i * num_j * num_k, j1 - j0, k1 - k0),
-                    )  # fmt: skip

@@ -7,6 +7,7 @@ broadcasting in float32, never through a matrix product, so neither autocast nor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -35,11 +36,13 @@ def gather(reads: Reads, modes: Mapping[str, Mode], size: Size, out: dict[str, T
                     continue
                 if id(pull_back) not in points:
                     points[id(pull_back)] = source_points(pull_back, size, device)
+                here, target = points[id(pull_back)], out[key][b]
                 if modes[key] == "linear":
-                    box = window_box(pull_back, size, source)
-                    read_linear(source, points[id(pull_back)], box, pull_back.base, out[key][b])
+                    read_linear(source, here, window_box(pull_back, size, source), pull_back.base, target)
+                elif modes[key] == "nearest":
+                    read_nearest(source, here, pull_back.base, target)
                 else:
-                    read_nearest(source, points[id(pull_back)], pull_back.base, out[key][b])
+                    read_vote(source, here, pull_back.base, target)
 
 
 def source_points(pull_back: PullBack, size: Size, device: torch.device) -> Tensor:
@@ -103,18 +106,40 @@ def read_linear(source: Source, points: Tensor, box: Box, base: NDArray[np.int64
 
 
 def read_nearest(source: Source, points: Tensor, base: NDArray[np.int64], out: Tensor) -> None:
-    """Stored values at index floor(x + NEAREST_SHIFT) of `points` (3, I, J, K) into `out` (C, I, J, K)."""
-    outside = torch.zeros(points.shape[1:], dtype=torch.bool, device=out.device)
+    """Labels at index floor(x + NEAREST_SHIFT) of `points` (3, I, J, K), relative to `base`, into `out` (C, I, J, K)."""
+    out.copy_(labels_at(source, torch.floor(points + NEAREST_SHIFT), base))
+
+
+def read_vote(source: Source, points: Tensor, base: NDArray[np.int64], out: Tensor) -> None:
+    """Of the eight neighbours' labels the one with the greatest weight, into `out` (C, I, J, K); see `contract`."""
+    lower = torch.floor(points)
+    upper_weights = torch.floor((points - lower) * 128 + 0.5).to(torch.int64)
+    neighbours = []
+    for corner in itertools.product((0, 1), repeat=3):
+        along = [upper if on else 128 - upper for on, upper in zip(corner, upper_weights)]
+        labels = labels_at(source, lower + lower.new_tensor(corner).reshape(3, 1, 1, 1), base)
+        neighbours.append((labels, along[0] * along[1] * along[2]))
+    best, most = neighbours[0][0], torch.zeros_like(out)
+    for labels, _ in neighbours:
+        total = sum((weight * (other == labels) for other, weight in neighbours), torch.zeros_like(out))
+        better = (total > most) | ((total == most) & (labels < best))
+        best, most = torch.where(better, labels, best), torch.where(better, total, most)
+    out.copy_(best)
+
+
+def labels_at(source: Source, whole: Tensor, base: NDArray[np.int64]) -> Tensor:
+    """Labels (C, I, J, K) int64 at index `base + whole`, `whole` (3, I, J, K) holding whole floats; pad outside."""
+    outside = torch.zeros(whole.shape[1:], dtype=torch.bool, device=whole.device)
     indices = []
     for axis, (first, count) in enumerate(zip(base.tolist(), source.data.shape[1:])):
-        whole = torch.floor(points[axis] + NEAREST_SHIFT).clamp_(-1 - first, count - first)
-        index = whole.to(torch.int64) + first
+        index = whole[axis].clamp(-1 - first, count - first).to(torch.int64) + first
         outside |= (index < 0) | (index >= count)
         indices.append(index.clamp_(0, count - 1))
-    out.copy_(source.data[:, indices[0], indices[1], indices[2]])
-    apply_scale(out, source, "nearest")
-    for channel, pad in zip(out, source.pad.tolist()):
+    labels = source.data[:, indices[0], indices[1], indices[2]].to(torch.int64)
+    apply_scale(labels, source, "nearest")
+    for channel, pad in zip(labels, source.pad.tolist()):
         channel.masked_fill_(outside, int(pad))
+    return labels
 
 
 def _window(source: Source, box: Box) -> Tensor:
