@@ -84,6 +84,7 @@ class GPUQueue:
         ValueError: Arguments that make no sense, with the remedy. Later, from `next()`: StageError, VolumeError,
             WorkerError, StreamError; see `gpuqueue.errors`.
 
+    >>> import numpy as np
     >>> volumes = [Volume(n, {"image": np.full((8, 8, 8), n), "label": np.zeros((8, 8, 8), int)}) for n in range(3)]
     >>> queue = GPUQueue(volumes, patch_size=4, patches_per_volume=4, batch_size=6, device="cpu")
     >>> [tuple(batch["image"].shape) for batch in queue]

@@ -61,6 +61,7 @@ def volume_loader(
         timeout: Seconds that one read may take before the worker counts as hung; 0 is no limit.
         options: Others of DataLoader's, such as `multiprocessing_context` and `worker_init_fn`.
 
+    >>> import numpy as np
     >>> loader = volume_loader([Volume("a", {"image": np.zeros((2, 2, 2))})])
     >>> [volumes[0].id for volumes in loader]
     ['a']
