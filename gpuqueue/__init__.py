@@ -7,8 +7,12 @@ from gpuqueue.patches.samplers import UniformSampler
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
 from gpuqueue.profiling.report import show
 from gpuqueue.profiling.stats import Stats
+from gpuqueue.profiling.timeline import timeline
 from gpuqueue.queue import GPUQueue
+from gpuqueue.stream.advise import Advice, advise
 from gpuqueue.stream.commands import Command, check, parse, to_text
+from gpuqueue.stream.rewrites import optimize, randomize, shift
+from gpuqueue.stream.simulate import Simulation, simulate
 from gpuqueue.stream.strategies import classic, command_stream
 from gpuqueue.volumes.dataset import VolumeDataset
 from gpuqueue.volumes.loader import volume_loader
@@ -18,6 +22,7 @@ from gpuqueue.volumes.writing import save_nifti
 _logging.getLogger("gpuqueue").addHandler(_logging.NullHandler())  # silent until the user adds a handler
 __version__ = "0.1.0"
 __all__ = [
+    "Advice",
     "Command",
     "GPUQueue",
     "GPUQueueError",
@@ -25,6 +30,7 @@ __all__ = [
     "RandomAffine",
     "RandomElasticDeformation",
     "RandomFlip",
+    "Simulation",
     "StageError",
     "Stats",
     "StreamError",
@@ -33,12 +39,18 @@ __all__ = [
     "VolumeDataset",
     "VolumeError",
     "WorkerError",
+    "advise",
     "check",
     "classic",
     "command_stream",
+    "optimize",
     "parse",
+    "randomize",
     "save_nifti",
+    "shift",
     "show",
+    "simulate",
+    "timeline",
     "to_text",
     "volume_loader",
 ]

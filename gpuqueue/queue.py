@@ -165,8 +165,7 @@ class GPUQueue:
             uneven,
             weights_by_index(volume_weights, self._volumes.ids, counts),
         )
-        if not self._planner.once:
-            self._planner.num_batches()  # finds counts, ranks and streams that make no sense
+        self._planner.check()
         delivered, gathered = devices(device, augment_device)
         if patch_queue_size is None:
             patch_queue_size = 2 * batch_size if gathered.type == "cpu" else 0

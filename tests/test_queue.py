@@ -504,3 +504,12 @@ def test_all_starts_are_legal_and_drawn():
         assert starts[:, 1:].max() == 0 and ((share - 1 / 3).abs() < 0.035).all()
     with gq.GPUQueue([ramp((12, 8, 8))], (8, 8, 1), 200, device="cpu") as queue:
         assert set(torch.cat([batch["start"] for batch in queue])[:, 2].tolist()) == set(range(8))
+
+
+def test_a_strategy_of_ones_own_must_keep_the_counts():
+    def swapped(visits, capacity, rng):
+        return gq.parse("L0 L1 P0 P0 P0 P1 D0 D1")
+
+    with queue_of([idvol(0), idvol(1)], 2, 1, strategy=swapped) as queue:
+        with pytest.raises(gq.StreamError, match="3 patches of volume 0"):
+            list(queue)

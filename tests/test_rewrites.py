@@ -1,4 +1,4 @@
-"""Rewriting streams: optimize, shift, randomize, resume."""
+"""Rewriting streams: optimize, shift, randomize."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpuqueue.errors import StreamError
 from gpuqueue.stream.commands import Command, check, parse, to_text
-from gpuqueue.stream.rewrites import optimize, randomize, resume, shift
+from gpuqueue.stream.rewrites import optimize, randomize, shift
 from gpuqueue.stream.strategies import STRATEGIES, command_stream
 
 
@@ -133,32 +133,3 @@ def test_randomize_mixes_a_stream_whose_volumes_come_and_go() -> None:
     mixed = randomize(stream, np.random.default_rng(0))
     moved = sum(one != other for one, other in zip(only(stream, "P"), only(mixed, "P")))
     assert moved > 100
-
-
-@given(streams())
-def test_resuming_anywhere_continues_with_the_next_patch_and_loads_only_what_is_needed(stream: list[Command]) -> None:
-    patches = only(stream, "P")
-    for received in range(len(patches) + 1):
-        point = resume(iter(stream), received)
-        rest = list(point.stream)
-        check(rest)
-        assert only(rest, "P") == patches[received:]
-        assert point.patches == Counter(command.volume for command in patches[:received])
-        assert rest[: len(point.resident)] == [Command("L", volume) for volume in point.resident]
-        loads_before = len(only(stream, "LA")) - len(only(rest, "LA")) + len(point.resident)
-        assert sum(point.visits.values()) == loads_before
-
-
-def test_resume_by_hand() -> None:
-    stream = parse("L0 P0 L1 A0 P1 D1 P0 D0 L2 P2 D2")
-    assert to_text(resume(stream, 1).stream) == "L0 L1 P1 D1 P0 D0 L2 P2 D2"
-    assert resume(stream, 1).visits == {0: 2, 1: 1}
-    assert to_text(resume(stream, 2).stream) == "L0 P0 D0 L2 P2 D2"
-    assert to_text(resume(stream, 4).stream) == ""
-    with pytest.raises(ValueError, match="the stream has 4 patches, so it cannot go on after 5"):
-        resume(stream, 5)
-
-
-def test_resume_of_an_endless_stream_reads_no_further_than_needed() -> None:
-    endless = (command for number in count() for command in parse(f"L{number} P{number} D{number}"))
-    assert to_text(islice(resume(endless, 1000).stream, 4)) == "L1000 P1000 D1000 L1001"

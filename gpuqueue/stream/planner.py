@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -14,7 +14,7 @@ import numpy as np
 from gpuqueue.errors import StreamError
 from gpuqueue.rng import make_key
 from gpuqueue.stream.commands import Command, checked
-from gpuqueue.stream.shards import Entry, epoch_entries, num_batches
+from gpuqueue.stream.shards import Entry, epoch_entries, num_batches, weighted_counts
 from gpuqueue.stream.strategies import STRATEGIES, find_strategy
 
 
@@ -85,6 +85,15 @@ class Planner:
         patches = sum(command.op == "P" for command in self.commands(0))
         return patches // self.batch_size if self.drop_last else -(-patches // self.batch_size)
 
+    def check(self) -> None:
+        """Raises ValueError or StreamError for counts, ranks, weights and ready streams that make no sense."""
+        if not self.once:
+            self.num_batches()
+        if self.weights is not None:
+            weighted_counts(self.counts, self.weights)
+        if isinstance(self.strategy, str) or not callable(self.strategy):
+            find_strategy(self.strategy)
+
     def _sizes(self) -> dict[str, Any]:
         return {
             "batch_size": self.batch_size,
@@ -95,14 +104,20 @@ class Planner:
         }
 
     def _counted(self, stream: Iterable[Command], visits: Sequence[tuple[int, int]]) -> Iterator[Command]:
-        """Yields the stream; at its end StreamError if a strategy of one's own gave another number of patches."""
-        patches = 0
+        """Yields the stream; at its end StreamError if a strategy of one's own gave a volume another number."""
+        left: Counter[int] = Counter()
+        for volume, patches in visits:
+            left[volume] += patches
         for command in stream:
-            patches += command.op == "P"
+            if command.op == "P":
+                left[command.volume] -= 1
             yield command
-        planned = sum(number for _, number in visits)
-        if patches != planned:
-            raise StreamError(f"the strategy gave {patches} patches where its counts ask for {planned}")
+        wrong = next((volume for volume, patches in left.items() if patches), None)
+        if wrong is not None:
+            planned = sum(patches for volume, patches in visits if volume == wrong)
+            raise StreamError(
+                f"the strategy gave {planned - left[wrong]} patches of volume {wrong}, its counts ask for {planned}"
+            )
 
 
 class Plans:

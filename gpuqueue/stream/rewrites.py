@@ -1,11 +1,9 @@
-"""Streams to streams: the same patches in another order, under other numbers, or from a later point on."""
+"""Streams to streams: the same patches, loaded at other moments, under other numbers, or in another order."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -129,54 +127,3 @@ def _bounds(commands: list[Command]) -> tuple[list[int], list[int]]:
                     beyond[slot] = len(first)
                 since[resident], inside[resident] = len(first), []
     return first, beyond
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a stream goes on: how many `patches` and `visits` (loads and redraws) of each volume came before, which
-    volumes are `resident` there, and the `stream` from there.
-
-    The stream begins with a load of each resident volume; such a load is no new visit.
-    """
-
-    patches: dict[int, int]
-    visits: dict[int, int]
-    resident: list[int]
-    stream: Iterator[Command]
-
-
-def resume(stream: Iterable[Command], patches_received: int) -> ResumePoint:
-    """Leaves out the first `patches_received` patches of a stream, and every load that only they needed.
-
-    Raises ValueError when the stream has fewer patches.
-
-    >>> from gpuqueue.stream.commands import parse, to_text
-    >>> to_text(resume(parse("L0 P0 L1 P1 D1 P0 D0"), 2).stream)
-    'L0 P0 D0'
-    """
-    commands = iter(stream)
-    patches: Counter[int] = Counter()
-    visits: Counter[int] = Counter()
-    resident: dict[int, None] = {}
-    following: list[Command] = []
-    received = 0
-    for command in commands:
-        if command.op == "P" and received == patches_received:
-            following = [command]
-            break
-        received += command.op == "P"
-        _count(command, patches, visits, resident)
-    if received < patches_received:
-        raise ValueError(f"the stream has {received} patches, so it cannot go on after {patches_received}")
-    loads = [Command("L", volume) for volume in resident]
-    return ResumePoint(dict(patches), dict(visits), list(resident), chain(loads, following, commands))
-
-
-def _count(command: Command, patches: Counter[int], visits: Counter[int], resident: dict[int, None]) -> None:
-    if command.op == "P":
-        patches[command.volume] += 1
-    elif command.op == "D":
-        del resident[command.volume]
-    else:
-        visits[command.volume] += 1
-        resident[command.volume] = None
