@@ -5,15 +5,18 @@ The facade may be dropped at any moment; threads refer to the engine only, so th
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpuqueue.errors import QueueClosed
 from gpuqueue.executor import Background, Executor, Numbering
 from gpuqueue.patches.batch import Batch, PatchMaker, Stage, cast, run_stages
 from gpuqueue.profiling.stats import Stats
@@ -55,7 +58,9 @@ class PatchSource:
                 continue
             batch = cast(run_stages(batch, self.stages), roles, self.dtypes)
             if self.device.type == "cuda" and self.gather_device.type == "cpu":
-                batch = {key: value.pin_memory() if key in roles else value for key, value in batch.items()}
+                for key in roles:
+                    if isinstance(batch.get(key), Tensor):
+                        batch[key] = batch[key].pin_memory()
             batch["_roles"] = roles
             yield batch
 
@@ -91,17 +96,24 @@ class Run:
 
     def __next__(self) -> Batch:
         asked = time.perf_counter()
-        if self._stop.is_set():
-            raise StopIteration
+        self._engine.check_process()
         try:
+            if self._stop.is_set():
+                raise StopIteration
             batch = self._source.deliver(next(self._batches))
         except BaseException as error:
-            if isinstance(error, StopIteration):
+            from_outside = self._stop.is_set()
+            if isinstance(error, StopIteration) and not from_outside:
                 self.position = (self.position[0] + 1, 0)
             self.close()
-            raise
+            if not from_outside or not isinstance(error, Exception):
+                raise
+            if self._engine.closed:
+                raise QueueClosed("the queue was closed in the middle of this epoch") from None
+            raise StopIteration from None  # a new iterator ended this one
         now = time.perf_counter()
-        self._engine.account(self._asked_last, asked, now, len(batch["volume"]), self._began if self._first else None)
+        patches = len(batch.get("volume", ()))  # a last stage may return what it likes
+        self._engine.account(self._asked_last, asked, now, patches, self._began if self._first else None)
         self._asked_last, self._first = now, False
         self.position = (self.position[0], self.position[1] + 1)
         return batch
@@ -111,8 +123,12 @@ class Run:
         if self._stop.is_set():
             return
         self._stop.set()
-        if isinstance(self._batches, Background) or hasattr(self._batches, "close"):
+        self._engine.feed.wake()
+        if isinstance(self._batches, Background):
             self._batches.close()
+        elif hasattr(self._batches, "close"):
+            with suppress(ValueError):  # it is running, in another thread, which sees `stop` at its next command
+                self._batches.close()
 
 
 class Engine:
@@ -128,7 +144,8 @@ class Engine:
         background: bool,
     ) -> None:
         self._planner, self._source, self._endless = planner, source, endless
-        self._plans = Plans(planner.commands, endless)
+        self._plans = Plans(self._commands, endless)
+        self._process, self._lock = os.getpid(), threading.RLock()
         self._memory: Memory = memory_for(source.gather_device)
         self.feed = Feed(make_reader, self._plans.loads, self._memory, lookahead, background)
         self._run: Run | None = None
@@ -138,6 +155,19 @@ class Engine:
 
     def begin(self, epoch: int, batches_before: int = 0) -> Run:
         """Ends the run under way and starts that of `epoch`, after its first batches where it is resumed."""
+        self.check_process()
+        with self._lock:
+            return self._begin(epoch, batches_before)
+
+    def check_process(self) -> None:
+        """ValueError in a forked child, which has none of this engine's threads and would wait for ever."""
+        if os.getpid() != self._process:
+            raise ValueError("this queue was made before a fork; make one in the process that iterates over it")
+
+    def _commands(self, epoch: int) -> Iterator[Command]:
+        yield from self._planner.commands(epoch)  # lazily: what planning raises comes out in its own epoch
+
+    def _begin(self, epoch: int, batches_before: int) -> Run:
         self.end()
         position: Position | None = None
         if batches_before:
@@ -157,7 +187,9 @@ class Engine:
         )
         batches: Iterator[Batch] = self._epoch(executor, epoch, position)
         if self._source.batches_ahead:
-            batches = Background(batches, self._source.batches_ahead, stop, self.feed.wake)
+            here, there = self._source.gather_device, self._source.device
+            device = there if there.type == "cuda" else here
+            batches = Background(batches, self._source.batches_ahead, stop, self.feed.wake, device)
         self._run = Run(self, self._source, batches, stop, (epoch, batches_before))
         return self._run
 
@@ -193,9 +225,22 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends everything: run, threads, workers, memory. Idempotent."""
-        if self.closed:
+        """Ends everything: run, threads, workers, memory. Idempotent.
+
+        The garbage collector may call it at any moment in any thread: in one of ours it is left to a new thread, since
+        ours may hold what closing waits for; and a forked child leaves its parent's workers alone.
+        """
+        if os.getpid() != self._process:
             return
         self.closed = True
-        self.end()
-        self.feed.close()
+        if threading.current_thread().name.startswith("gpuqueue-"):
+            threading.Thread(target=self._close, name="gpuqueue-close", daemon=True).start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            try:
+                self.end()
+            finally:
+                self.feed.close()

@@ -36,5 +36,5 @@ def test_the_readmes_examples_run_and_print_what_they_say(tmp_path, monkeypatch)
 
 def test_its_files_exist():
     root = pathlib.Path(__file__).parents[1]
-    for name in ("Makefile", "constraints.txt", "gpuqueue/errors.py", "notebooks"):
+    for name in ("constraints.txt", "gpuqueue/errors.py", "notebooks"):
         assert name in README and (root / name).exists()
