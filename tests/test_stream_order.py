@@ -1,4 +1,4 @@
-"""The CUDA ordering protocol without a GPU: late copies and gathers in every order, over the real residents and queue."""
+"""The CUDA ordering protocol without a GPU: late copies and gathers, over the real residents and queue."""
 
 from __future__ import annotations
 
