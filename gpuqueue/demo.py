@@ -130,7 +130,7 @@ def split(ids: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
     """Ids for training and for validation: a quarter, at least one, drawn by `seed`. ValueError for fewer than two.
 
     >>> split(["a", "b", "c", "d"], 0)
-    (['a', 'b', 'd'], ['c'])
+    (['a', 'c', 'd'], ['b'])
     """
     if len(ids) < 2:
         raise ValueError(f"the folder holds {len(ids)} volume; training and validation need two or more")

@@ -1,8 +1,8 @@
 """Random spatial transforms: which parameters are drawn, and the world matrix or control points they give.
 
 All geometry is in world (RAS+) millimetres and degrees. A matrix is the forward map of content,
-`y = c + X (x - c) + t`. Names and parameters are TorchIO's. An axis of one voxel takes no part: nothing is scaled or displaced along it, and
-rotations stay in the plane.
+`y = c + X (x - c) + t`. Names and parameters are TorchIO's. An axis of one voxel takes no part: nothing is scaled or
+displaced along it, and rotations stay in the plane.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class RandomFlip:
 
     Args:
         axes: Voxel axes of the reference grid (0, 1, 2), or anatomical names ("left", "LR", "Superior": the first
-            letter
-            counts) for the axis closest to that direction; one or several.
+            letter counts) for the axis closest to that direction; one or several.
         flip_probability: For each axis on its own.
         p: Probability that the transform is applied at all.
 

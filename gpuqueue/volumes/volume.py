@@ -104,6 +104,11 @@ class Volume:
         return Grid((i, j, k), self.affines[key])
 
     @property
+    def affine(self) -> NDArray[np.float64]:
+        """The reference key's affine (4, 4), voxel to RAS+ mm."""
+        return self.affines[self.reference]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays as stored."""
         return sum(array.numel() * array.element_size() for array in self.arrays.values())
