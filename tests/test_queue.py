@@ -510,5 +510,8 @@ def test_a_strategy_of_ones_own_must_keep_the_counts():
     def swapped(visits, capacity, rng):
         return gq.parse("L0 L1 P0 P0 P0 P1 D0 D1")
 
-    with queue_of([idvol(0), idvol(1)], 2, 1, strategy=swapped) as queue, pytest.raises(gq.StreamError, match="3 patch"):
+    with (
+        queue_of([idvol(0), idvol(1)], 2, 1, strategy=swapped) as queue,
+        pytest.raises(gq.StreamError, match="3 patch"),
+    ):
         list(queue)

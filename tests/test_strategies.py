@@ -183,10 +183,11 @@ def test_sliding_gives_the_first_volume_at_once_and_ramps_up() -> None:
     assert check(stream).most_resident == 10
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(0, 99))
+@given(st.lists(st.integers(12, 40), min_size=1, max_size=11), st.integers(0, 99))
 def test_when_nothing_is_left_to_enter_the_volumes_of_sliding_end_together(counts: list[int], seed: int) -> None:
-    """All fit, so after the last load each volume is evenly spaced: one that has q patches left gives its last within
-    the last q-th of the time, in which another of p patches gives at most floor(p / q) + 1."""
+    """All fit and none is used up before the last enters, so from then on each volume is evenly spaced: one that has q
+    patches left gives its last within the last q-th of the time, in which another of p gives at most floor(p / q) + 1.
+    """
     stream = run("sliding", list(enumerate(counts)), 12, seed)
     last_load = max(position for position, command in enumerate(stream) if command.op == "L")
     tail = [command.volume for command in stream[last_load:] if command.op == "P"]
@@ -302,15 +303,16 @@ def test_senseless_values_are_refused() -> None:
 
 def test_an_epoch_of_many_volumes_is_planned_in_little_memory() -> None:
     """100 000 volumes, 3 200 000 patches, all commands in one list; the time is a hang limit."""
-    code = f"""
+    code = """
 from gpuqueue.stream.commands import check
 from gpuqueue.stream.shards import epoch_entries
 from gpuqueue.stream.strategies import sliding
-import numpy, resource
+import numpy, re
 entries = epoch_entries([32] * 100_000, seed=0, epoch=0, shuffle=True, batch_size=8)
 stream = list(sliding(((e.volume, e.patches) for e in entries), 8, numpy.random.default_rng(0)))
 assert len(stream) == 3_400_000
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**{"30" if sys.platform == "darwin" else "20"}
+status = open("/proc/self/status").read()  # its peak begins anew with the program; getrusage's would be the parent's
+assert int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) < 2**20
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
