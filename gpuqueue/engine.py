@@ -120,7 +120,7 @@ class Run:
 
     def close(self) -> None:
         """Ends the epoch here. Idempotent."""
-        if self._stop.is_set():
+        if self._stop.is_set() or not self._engine.in_its_process:
             return
         self._stop.set()
         self._engine.feed.wake()
@@ -159,9 +159,14 @@ class Engine:
         with self._lock:
             return self._begin(epoch, batches_before)
 
+    @property
+    def in_its_process(self) -> bool:
+        """False in a forked child, which has none of the threads, and must leave its parent's workers alone."""
+        return os.getpid() == self._process
+
     def check_process(self) -> None:
-        """ValueError in a forked child, which has none of this engine's threads and would wait for ever."""
-        if os.getpid() != self._process:
+        """ValueError in a forked child, which would wait for ever."""
+        if not self.in_its_process:
             raise ValueError("this queue was made before a fork; make one in the process that iterates over it")
 
     def _commands(self, epoch: int) -> Iterator[Command]:
@@ -222,15 +227,16 @@ class Engine:
             first_batch_seconds=self._first_batch_seconds,
             most_resident_volumes=self.feed.most_resident,
             most_resident_bytes=self.feed.most_bytes,
+            **self._source.maker.tally.totals(),
         )
 
     def close(self) -> None:
         """Ends everything: run, threads, workers, memory. Idempotent.
 
         The garbage collector may call it at any moment in any thread: in one of ours it is left to a new thread, since
-        ours may hold what closing waits for; and a forked child leaves its parent's workers alone.
+        ours may hold what closing waits for.
         """
-        if os.getpid() != self._process:
+        if not self.in_its_process:
             return
         self.closed = True
         if threading.current_thread().name.startswith("gpuqueue-"):

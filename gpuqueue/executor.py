@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpuqueue.errors import GPUQueueError, StageError
+from gpuqueue.errors import GPUQueueError, QueueClosed, StageError
 from gpuqueue.patches.batch import Batch, Patch, PatchMaker, Wanted, assemble
 from gpuqueue.stream.commands import Command
 from gpuqueue.stream.resume import Position
@@ -68,12 +68,16 @@ class Executor:
         self._waiting: list[tuple[int, int, int]] = []  # volume, k, visit
         self._patches: list[Patch] = []
         self._out: dict[str, Tensor] = {}
+        self._warm: set[Any] | None = None
 
     def batches(
         self, commands: Iterable[Command], numbering: Numbering, epoch: int
     ) -> Iterator[tuple[Batch, dict[str, str]]]:
-        """Each batch with the roles of its keys; the last one may be short."""
+        """Each batch with the roles of its keys; the last one may be short. Raises QueueClosed once `stop` is set."""
+        self._warm_up(frozenset())  # what all kernels share, while the first volume is being read
         for op, volume in commands:
+            if self._stop.is_set():
+                raise QueueClosed("the iterator was ended")  # the feed may be serving another epoch already
             if op in "LA":
                 numbering.turn(volume)
             if op == "L":
@@ -93,6 +97,7 @@ class Executor:
     def _gather(self, epoch: int) -> None:
         residents = {volume: self._feed.take(volume, self._stop) for volume, _, _ in self._waiting}
         for resident in residents.values():
+            self._warm_up(self._maker.kernels(resident))
             self._memory.wait(resident)
         wanted = [Wanted(residents[volume], epoch, k, visit) for volume, k, visit in self._waiting]
         patches = self._maker.draw(wanted)
@@ -117,6 +122,11 @@ class Executor:
         self._patches += patches
         self._waiting = []
 
+    def _warm_up(self, kernels: frozenset[Any]) -> None:
+        if self._warm is None or not kernels <= self._warm:
+            self._maker.warm_up(kernels, self._device)
+            self._warm = (self._warm or set()) | kernels
+
     def _finish(self, epoch: int) -> tuple[Batch, dict[str, str]]:
         if self._waiting:
             self._gather(epoch)
@@ -132,8 +142,15 @@ class Executor:
 class Background:
     """Runs an iterator in a thread that keeps at most `limit` items ready; errors come out at their place."""
 
-    def __init__(self, items: Iterator[Any], limit: int, stop: threading.Event, on_stop: Callable[[], None]) -> None:
-        self._items, self._limit, self._stop, self._on_stop = items, limit, stop, on_stop
+    def __init__(
+        self,
+        items: Iterator[Any],
+        limit: int,
+        stop: threading.Event,
+        on_stop: Callable[[], None],
+        device: torch.device | None = None,
+    ) -> None:
+        self._items, self._limit, self._stop, self._on_stop, self._device = items, limit, stop, on_stop, device
         self._ready: deque[Any] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -153,7 +170,10 @@ class Background:
                 return item
         if self._error is not None and not self._stop.is_set():
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else its traceback holds it, for the collector to find
         raise StopIteration
 
     def close(self) -> None:
@@ -168,6 +188,8 @@ class Background:
 
     def _run(self) -> None:
         try:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # threads start on device 0 (H57)
             for item in self._items:
                 with self._changed:
                     while len(self._ready) >= self._limit and not self._stop.is_set():
@@ -180,6 +202,7 @@ class Background:
         except BaseException as error:
             self._error = error
         finally:
+            self._items = iter(())  # an epoch left early gives its batch in the making back
             with self._changed:
                 self._ended.set()
                 self._changed.notify_all()

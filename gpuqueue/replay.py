@@ -16,8 +16,9 @@ from gpuqueue.stream.commands import Command
 from gpuqueue.stream.planner import Planner
 from gpuqueue.stream.shards import Entry
 from gpuqueue.stream.strategies import basic
+from gpuqueue.volumes.failure import Failure
 from gpuqueue.volumes.feed import Feed
-from gpuqueue.volumes.loader import Failure, Idle, Loaded, Order, ReadSettings
+from gpuqueue.volumes.loader import Idle, Loaded, Order, ReadSettings
 from gpuqueue.volumes.residents import memory_for
 from gpuqueue.volumes.volume import Volume
 

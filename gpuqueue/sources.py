@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 from gpuqueue.arguments import known_ids
 from gpuqueue.patches.prepare import Preparation
 from gpuqueue.volumes.feed import VolumeReader
-from gpuqueue.volumes.loader import ForeignReader, Order, Reader, ReadSettings, as_list, count_volumes, volume_loader
+from gpuqueue.volumes.foreign import ForeignReader, count_volumes
+from gpuqueue.volumes.grid import Grid
+from gpuqueue.volumes.loader import Order, Reader, ReadSettings, as_list, volume_loader
 from gpuqueue.volumes.volume import Volume
 
 _HEADERS_CHECKED = 256  # volumes of a path dataset whose headers are looked at before the first load
@@ -64,6 +66,27 @@ class Volumes:
                 "patches_per_volume must be one number where the volumes come from a DataLoader of your own"
             ) from None
         return [one] * count_volumes(self.loader)
+
+    def own_counts(self, preparation: Preparation) -> list[int]:
+        """The sampler's own number of patches of each volume, from volumes in memory or from headers."""
+        if self.foreign:
+            raise ValueError("patches_per_volume=None needs a dataset: the volumes of a DataLoader of your own are not "
+                             "known beforehand; give one number")  # fmt: skip
+        return [preparation.own_count(self._grid(place)) for place in range(len(self.ids))]
+
+    def _grid(self, place: int) -> Grid:
+        """The reference grid of a volume before it is read."""
+        grid: Grid | None = None
+        if isinstance(self.dataset, (list, tuple)) and isinstance(self.dataset[place], Volume):
+            grid = self.dataset[place].grid()
+        elif hasattr(self.dataset, "reference_grid"):
+            grid = self.dataset.reference_grid(place)
+        if grid is None:
+            raise ValueError(
+                f"patches_per_volume=None: the shape of volume {self.ids[place]!r} is not known before it is read, as "
+                "for a list of Volume and a VolumeDataset without transform; say how many, {id: number}"
+            )
+        return grid
 
     def place(self, volume_id: str) -> int:
         """The volume's place in the dataset; ValueError for an unknown id or a foreign loader."""

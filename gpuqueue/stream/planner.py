@@ -142,8 +142,15 @@ class Plans:
             if self._resumed is not None and self._resumed[0] == epoch:
                 self._shared[epoch] = _Shared(self._resumed[1])
             self._resumed = None
-        epochs = count(epoch) if self._endless else (epoch,)
-        return ((number, command.volume) for number in epochs for command in self._find(number).loads())
+        return self._loads_of(count(epoch) if self._endless else (epoch,))
+
+    def _loads_of(self, epochs: Iterable[int]) -> Iterator[tuple[int, int]]:
+        for number in epochs:
+            shared, loads = self._find(number), 0
+            for loads, command in enumerate(shared.loads(), 1):
+                yield number, command.volume
+            if not loads or shared.failed:
+                return  # planning on could go on for ever without a load
 
     def resume(self, epoch: int, commands: Iterator[Command]) -> None:
         """The next `loads(epoch)` begins with these commands instead of the epoch's own."""
@@ -195,6 +202,10 @@ class _Shared:
                     return
                 command = mine.popleft()
             yield command
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def loads(self) -> Iterator[Command]:
         return self._read(self._for_feed)

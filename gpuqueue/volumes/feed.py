@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpuqueue.errors import QueueClosed, StageError, VolumeError
-from gpuqueue.volumes.loader import Failure, Idle, Loaded, Order
+from gpuqueue.errors import QueueClosed, StageError, VolumeError, WorkerError
+from gpuqueue.volumes.failure import Failure
+from gpuqueue.volumes.loader import Idle, Loaded, Order
 from gpuqueue.volumes.residents import Memory, Resident
 
 
@@ -57,14 +58,15 @@ class Feed:
         self._loads, self._memory, self._lookahead, self._background = loads, memory, lookahead, background
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._reader = make_reader(self._requests())
+        self._reader: VolumeReader | None = make_reader(iter(self._request, None))
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # a joined thread can look finished after a signal; this cannot
         self._started = False
-        self._broken: Exception | None = None
-        self._places: tuple[int, dict[str, int]] = (-1, {})  # of the epoch being loaded: which index had which id
+        self._broken: BaseException | None = None
+        self._places: tuple[tuple[int, int], dict[str, int]] = ((-1, -1), {})  # of this epoch: which index had which id
         self._layout: tuple[str, dict[str, tuple[str, int]]] | None = None
         self._generation, self._order = 0, iter(())  # type: tuple[int, Iterator[tuple[int, int]]]
+        self._order_ended = False
         self._issued: deque[_Request] = deque()
         self._arrived: defaultdict[int, deque[Resident | Exception]] = defaultdict(deque)
         self._next_epoch: int | None = None
@@ -77,17 +79,30 @@ class Feed:
         if self._stop.is_set():
             raise QueueClosed("the queue is closed; make a new one")
         if self._broken is not None:
-            raise QueueClosed(f"the queue is closed: {self._broken}") from self._broken
+            cause = str(self._broken) or type(self._broken).__name__
+            raise QueueClosed(f"the queue is closed, make a new one: {cause}") from self._broken
         with self._changed:
-            if self._next_epoch != epoch:
+            if self._next_epoch != epoch or self._order_ended:
                 self._restart(epoch)
             self._next_epoch = None  # known again once this epoch has ended
         if not self._started:
             self._started = True
+            self._start()
+
+    def _start(self) -> None:
+        assert self._reader is not None
+        try:
             self._reader.start()
-            if self._background:
-                self._thread = threading.Thread(target=self._run, name="gpuqueue-load", daemon=True)
-                self._thread.start()
+        except BaseException as error:  # Ctrl-C too: some workers may be there, and nobody reads
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
+            text = f"the loader could not start: {type(error).__name__}: {error}"
+            self._broken = WorkerError(text, stage="reading")
+            raise self._broken from error
+        if self._background:
+            self._thread = threading.Thread(target=self._run, name="gpuqueue-load", daemon=True)
+            self._thread.start()
 
     def end(self, next_epoch: int | None) -> None:
         """After an epoch's last command; loading may already be in `next_epoch`. None: begin anew."""
@@ -102,9 +117,11 @@ class Feed:
     def take(self, volume: int, stop: threading.Event) -> Resident:
         """The resident, once it is loaded. Raises what its loading raised; QueueClosed when `stop` is set."""
         with self._changed:
-            while not self._arrived[volume]:
+            while True:
                 if self._stop.is_set() or stop.is_set():
                     raise QueueClosed("the iterator was ended")
+                if self._arrived[volume]:
+                    break
                 if self._broken is not None:
                     raise self._broken
                 if self._background:
@@ -112,9 +129,12 @@ class Feed:
                 else:
                     self._advance()
             resident = self._arrived[volume][0]
-        if isinstance(resident, Exception):
+        if isinstance(resident, Resident):
+            return resident
+        try:
             raise resident
-        return resident
+        finally:
+            del resident  # else its traceback holds it, for the collector to find
 
     def release(self, volume: int) -> None:
         """D: gives the volume's memory back."""
@@ -131,16 +151,21 @@ class Feed:
         """Ends the reader and the thread, and frees everything. Idempotent."""
         self._stop.set()
         self.wake()
-        self._reader.close()
+        reader, self._reader = self._reader, None  # which refers back to this feed: nothing is left to the collector
+        if reader is not None:
+            reader.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._done.wait(10)
         with self._changed:
             self._restart(None)
+            self._broken = None  # whose traceback refers back to this feed
         self._memory.close()
 
     def _restart(self, epoch: int | None) -> None:
         self._generation += 1
-        self._order = iter(()) if epoch is None else self._loads(epoch)
+        self._order, self._order_ended = iter(()) if epoch is None else self._loads(epoch), False
+        if not self._background:
+            self._issued.clear()  # an interrupted read never answers
         for waiting in self._arrived.values():
             while waiting:
                 self._drop(waiting.popleft())
@@ -154,13 +179,21 @@ class Feed:
             self.num_resident -= 1
             self._memory.release(resident)
 
-    def _requests(self) -> Order:
-        """What the reader is to read: drawn ahead of what `_advance` delivers, in the same order."""
-        while True:
-            with self._changed:
-                epoch, index = next(self._order, (-1, -1))
-                self._issued.append(_Request(index, epoch, self._generation))
-            yield epoch, index
+    def _request(self) -> tuple[int, int]:
+        """What the reader is to read next: asked ahead of what `_advance` delivers, in the same order."""
+        with self._changed:
+            epoch, index = next(self._order, (-1, -1))
+            self._order_ended = index < 0
+            self._issued.append(_Request(index, epoch, self._generation))
+            return epoch, index
+
+    def _break(self, error: BaseException) -> None:
+        """Reading cannot go on: whoever waits is told, and the workers end."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
+        if (reader := self._reader) is not None:
+            reader.close()
 
     def _run(self) -> None:
         try:
@@ -172,17 +205,19 @@ class Feed:
                     self._advance()
                 if self._broken is not None:
                     return
+        except BaseException as error:
+            self._break(error)
         finally:
             self._done.set()
 
     def _advance(self) -> None:
         """Loads the next volume; one that belongs to an abandoned order is thrown away."""
+        if (reader := self._reader) is None:
+            return
         try:
-            item = self._reader.next(self._stop)
+            item = reader.next(self._stop)
         except Exception as error:
-            with self._changed:
-                self._broken = error
-                self._changed.notify_all()
+            self._break(error)
             return
         if item is None:
             return
@@ -214,8 +249,8 @@ class Feed:
         epoch = request.epoch
         if isinstance(item, Failure):
             return _reading_error(item, epoch)
-        if self._places[0] != epoch:
-            self._places = (epoch, {})
+        if self._places[0] != (request.generation, epoch):
+            self._places = (request.generation, epoch), {}
         if self._places[1].setdefault(item.volume.id, request.index) != request.index:
             return VolumeError(f"the id {item.volume.id!r} occurs twice; ids must be unique in a dataset")
         try:
@@ -248,7 +283,7 @@ def _reading_error(failure: Failure, epoch: int) -> Exception:
     """The failure as an exception whose last line names the first cause."""
     text = f"reading volume {failure.volume_id!r} failed in epoch {epoch}: {failure.kind}: {failure.message}"
     if failure.exception is None:
-        text += f"\n\nIn the worker:\n{failure.trace.rstrip()}"
+        text += f"\n\n{failure.trace}"
     error = StageError(text, stage="reading", volume=failure.volume_id, epoch=epoch)
     error.__cause__ = failure.exception
     return error

@@ -1,42 +1,57 @@
 """How volumes are read ahead: an ordinary DataLoader, driven in stream order for the life of a queue.
 
 Every trap here was measured: worker exceptions are returned as records (a DataLoader rebuilds them badly or not at
-all), arrays are put into shared memory inside the dataset's call (a failure in the queue's feeder thread would hang), a short
-`timeout` is used as a poll (so that closing never waits for a read), and one lock keeps forks apart from compiling and
-importing threads (a child forked in between hangs).
+all), volumes are packed into shared memory inside the dataset's call (a failure in the queue's feeder thread would
+hang), a short `timeout` is used as a poll (so that closing never waits for a read), and one lock keeps forks apart from
+compiling and importing threads (a child forked in between hangs).
 """
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
+import dataclasses
 import os
-import pickle
-import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from gpuqueue.errors import WorkerError
+from gpuqueue.volumes.failure import Failure, failure_of
+from gpuqueue.volumes.transport import Parcel, packed, with_shared_arrays
 from gpuqueue.volumes.volume import Volume, as_volume
+from gpuqueue.volumes.workers import (
+    FORK_LOCK,
+    IDLE,
+    STARTING,
+    WorkerStart,
+    end,
+    first_death,
+    how_it_ended,
+    new_board,
+    noting_context,
+)
 
-FORK_LOCK = threading.RLock()  # held while workers start, while kernels compile, and while modules are imported late
 _POLL_SECONDS = 0.25
+_START_SECONDS = 120.0  # a spawned worker imports torch, from a slow disk maybe
 _MAX_AUTO_WORKERS = 8
 
 Prepare = Callable[[Volume], tuple[Volume, Any]]
+T = TypeVar("T")
 
 
 def as_list(items: Sequence[Any]) -> list[Any]:
     """The collate function of `volume_loader`: nothing is stacked."""
-    return list(items)
+    if get_worker_info() is None:
+        return list(items)
+    return [with_shared_arrays(item) if isinstance(item, Volume) else item for item in items]
 
 
 def volume_loader(
@@ -61,6 +76,9 @@ def volume_loader(
         timeout: Seconds that one read may take before the worker counts as hung; 0 is no limit.
         options: Others of DataLoader's, such as `multiprocessing_context` and `worker_init_fn`.
 
+    Raises:
+        ValueError: No volumes, or options that make no sense here, with the remedy.
+
     >>> import numpy as np
     >>> loader = volume_loader([Volume("a", {"image": np.zeros((2, 2, 2))})])
     >>> [volumes[0].id for volumes in loader]
@@ -71,6 +89,10 @@ def volume_loader(
         num_workers = 0 if in_memory else min(_MAX_AUTO_WORKERS, max(1, available_cpus() - 1))
     if not isinstance(num_workers, int) or num_workers < 0:
         raise ValueError(f"num_workers={num_workers!r}: 'auto', or a whole number of 0 or more")
+    if refused := [name for name in ("sampler", "batch_sampler") if options.get(name) is not None]:
+        raise ValueError(
+            f"{refused[0]}=: a queue reads in its own order; choose volumes with torch's Subset(dataset, ...)"
+        )
     if not len(dataset):
         raise ValueError("the dataset is empty: there is no volume to load")
     if num_workers:
@@ -99,23 +121,32 @@ class Loaded:
     prepared: Any
 
 
-@dataclass(frozen=True, eq=False)
-class Failure:
-    """What went wrong while reading one volume, as plain data that survives the way from a worker."""
-
-    volume_id: str
-    kind: str
-    message: str
-    trace: str
-    exception: BaseException | None = None  # only in the process where it was raised
-
-
 @dataclass(frozen=True)
 class Idle:
     """Comes back where there was nothing to read: the order had ended."""
 
 
 Order = Iterator[tuple[int, int]]  # (epoch, index) of the volumes to read; index -1 where there is nothing to read
+
+
+class FlatText(Sequence[str]):
+    """Texts in one block of bytes: forked workers that look one up copy no pages (reference counts would, H28).
+
+    >>> FlatText(["a", "", "ß"])[2]
+    'ß'
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        encoded = [text.encode() for text in texts]
+        self._ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        place = range(len(self))[index]
+        return self._bytes[self._ends[place] : self._ends[place + 1]].tobytes().decode()
 
 
 @dataclass(frozen=True)
@@ -131,64 +162,53 @@ class ReadSettings:
         """The id of a volume before it is read."""
         return self.ids[index] if self.ids is not None else str(index)
 
+    def read(self, get: Callable[[], Any], index: int) -> Loaded:
+        """The item, as a prepared volume."""
+        volume = as_volume(get(), self.id_of(index), self.roles, self.same_grid)
+        if self.ids is not None and volume.id != self.ids[index]:
+            volume = copy.copy(volume)
+            volume.id = self.ids[index]
+        return Loaded(*self.prepare(volume))
+
+    def guarded(self, index: int, call: Callable[[], T]) -> T | Failure:
+        """What `call` returns; any exception as a Failure."""
+        try:
+            return call()
+        except (Exception, SystemExit) as error:  # a dataset that exits must not end a thread in silence
+            info = get_worker_info()
+            return failure_of(error, self.id_of(index), None if info is None else info.id, __file__)
+
     def load(self, get: Callable[[], Any], index: int) -> Loaded | Failure:
         """The item, as a prepared volume; any exception as a Failure."""
-        try:
-            volume = as_volume(get(), self.id_of(index), self.roles, self.same_grid)
-            if self.ids is not None and volume.id != self.ids[index]:
-                volume = copy.copy(volume)
-                volume.id = self.ids[index]
-            loaded = Loaded(*self.prepare(volume))
-            if get_worker_info() is not None:
-                _share(loaded)
-            return loaded
-        except Exception as error:
-            here = get_worker_info() is None
-            return Failure(
-                self.id_of(index), type(error).__name__, str(error), traceback.format_exc(), error if here else None
-            )
-
-
-def _share(loaded: Loaded) -> None:
-    """Moves arrays into shared memory now, where a failure (no space, say) is an ordinary exception."""
-    for key, array in loaded.volume.arrays.items():
-        if array.untyped_storage().nbytes() > array.numel() * array.element_size():
-            array = array.clone()  # a view would take its whole storage along
-        loaded.volume.arrays[key] = array.share_memory_()
-    pickle.dumps(loaded.prepared)
+        return self.guarded(index, lambda: self.read(get, index))
 
 
 class _ReadingDataset(torch.utils.data.Dataset[Any]):
     """The user's dataset behind one call that never raises."""
 
-    def __init__(self, dataset: Any, settings: ReadSettings, busy: torch.Tensor) -> None:
-        self.dataset, self.settings, self.busy = dataset, settings, busy
+    def __init__(self, dataset: Any, settings: ReadSettings, board: torch.Tensor) -> None:
+        self.dataset, self.settings, self.board = dataset, settings, board
 
-    def __getitem__(self, request: tuple[int, int]) -> Loaded | Failure | Idle:
+    def __getitem__(self, request: tuple[int, int]) -> Loaded | Parcel | Failure | Idle:
         _, index = request
         if index < 0:
             return Idle()
         info = get_worker_info()
-        worker = info.id if info is not None else 0
-        self.busy[worker, 0] = index
-        loaded = self.settings.load(lambda: self.dataset[index], index)
-        self.busy[worker, 0] = -1
-        return loaded
+        if info is None:
+            return self.settings.load(lambda: self.dataset[index], index)
+        self.board[info.id, 1] = _milliseconds()
+        self.board[info.id, 0] = index
+        parcel = self.settings.guarded(index, lambda: self._packed(index))
+        self.board[info.id, 0] = IDLE
+        return parcel
+
+    def _packed(self, index: int) -> Parcel:
+        loaded = self.settings.read(lambda: self.dataset[index], index)
+        return packed(loaded.volume, loaded.prepared)
 
 
-@dataclass(frozen=True)
-class _WorkerStart:
-    """What a worker does first: die quietly when told to, then the user's own initialisation."""
-
-    busy: torch.Tensor
-    user: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # never inside the C call that makes a shared file
-        self.busy[worker, 1] = os.getpid()
-        if self.user is not None:
-            self.user(worker)
+def _milliseconds() -> int:
+    return int(time.monotonic() * 1000)  # one clock for all processes of a machine
 
 
 class _InOrder(torch.utils.data.Sampler[tuple[int, int]]):
@@ -209,21 +229,22 @@ class Reader:
 
     def __init__(self, loader: DataLoader[Any], settings: ReadSettings, order: Order, seed: int) -> None:
         workers = loader.num_workers
-        self._busy = torch.full((max(1, workers), 2), -1, dtype=torch.int64).share_memory_()
-        self._settings, self._seed = settings, seed
-        self._limit = loader.timeout
-        self._children: list[multiprocessing.process.BaseProcess] = []
-        start = _WorkerStart(self._busy, loader.worker_init_fn)
+        self._board, self._settings, self._limit = new_board(workers), settings, loader.timeout
+        self._children: list[BaseProcess] = []
+        self._began, self._created = time.monotonic(), threading.Event()
+        self._created.set()
         options: dict[str, Any] = {}
         if workers:
+            if settings.ids is not None:
+                settings = dataclasses.replace(settings, ids=FlatText(settings.ids))
             options = {
                 "prefetch_factor": loader.prefetch_factor,
                 "timeout": _POLL_SECONDS,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": start,
+                "multiprocessing_context": noting_context(loader.multiprocessing_context, self._children),
+                "worker_init_fn": WorkerStart(self._board, loader.worker_init_fn),
             }
         self._loader: DataLoader[Any] = DataLoader(
-            _ReadingDataset(loader.dataset, settings, self._busy),
+            _ReadingDataset(loader.dataset, settings, self._board),
             batch_size=None,
             sampler=_InOrder(order),
             num_workers=workers,
@@ -242,146 +263,81 @@ class Reader:
 
         def create() -> None:
             try:
-                before = set(multiprocessing.active_children())
-                self._iterator = iter(self._loader)
-                self._children = [child for child in multiprocessing.active_children() if child not in before]
+                with FORK_LOCK:
+                    self._iterator = iter(self._loader)
             except BaseException as error:
                 failed.append(error)
+            finally:
+                self._created.set()
 
-        with FORK_LOCK:
-            thread = threading.Thread(target=create, name="gpuqueue-start", daemon=True)
-            thread.start()
-            thread.join()
+        self._created.clear()
+        threading.Thread(target=create, name="gpuqueue-start", daemon=True).start()
+        self._created.wait()  # not join(): that a signal interrupted
         if failed:
-            raise failed[0]
+            raise failed.pop()
 
     def next(self, stop: threading.Event) -> Loaded | Failure | Idle | None:
         """The next volume; None once `stop` is set. Raises WorkerError when a worker died or a read took too long."""
-        if self._iterator is None:
-            self.start()
-        began = time.monotonic()
+        asked = time.monotonic()
         while not stop.is_set():
-            try:
-                assert self._iterator is not None
-                item: Loaded | Failure | Idle = next(self._iterator)
-                return item
-            except Exception as error:
-                if self._loader.num_workers == 0:
-                    raise
-                self._raise_if_dead(error)
-                if "timed out" not in str(error):
-                    raise
-            if self._limit and time.monotonic() - began > self._limit:
-                raise WorkerError(
-                    f"reading {self._being_read()} took longer than {self._limit:g} s; is its disk reachable? "
-                    "volume_loader(..., timeout=seconds) sets the limit",
-                    stage="reading",
-                )
+            answer = self._ask()
+            if isinstance(answer, Parcel):
+                return Loaded(*answer.opened())
+            if not isinstance(answer, str):
+                return answer
+            if stop.is_set():
+                break
+            if "DataLoader timed out" not in answer:
+                raise self._explained(answer)
+            self._check_time(asked)
         return None
 
-    def _raise_if_dead(self, error: Exception) -> None:
-        time.sleep(0.02)  # an exit code may read None for a moment
-        for child in self._children:
-            if child.exitcode is None:
-                continue
-            worker = self._busy[:, 1].tolist().index(child.pid) if child.pid in self._busy[:, 1].tolist() else -1
-            index = int(self._busy[worker, 0]) if worker >= 0 else -1
-            volume_id = self._settings.id_of(index) if index >= 0 else ""
-            how = f"exit code {child.exitcode}"
-            if child.exitcode < 0:
-                name = signal.Signals(-child.exitcode).name
-                how = f"killed by signal {-child.exitcode} ({name}); the system does that when memory runs out"
-            raise WorkerError(
-                f"loader worker {worker} died ({how})" + (f" while reading volume {volume_id!r}" if volume_id else ""),
-                stage="reading",
-                volume=volume_id,
-            ) from error
+    def _ask(self) -> Loaded | Parcel | Failure | Idle | str:
+        """The next item, or what the DataLoader says instead; its exception would keep its iterator, and so the
+        workers, alive."""
+        if self._iterator is None:
+            return "the reader is closed"
+        try:
+            item: Loaded | Parcel | Failure | Idle = next(self._iterator)
+            return item
+        except Exception as error:
+            if self._loader.num_workers == 0:
+                raise
+            return f"{type(error).__name__}: {error}"
 
-    def _being_read(self) -> str:
-        ids = [self._settings.id_of(index) for index in self._busy[:, 0].tolist() if index >= 0]
-        return "volume " + " or ".join(map(repr, ids)) if ids else "a volume"
+    def _explained(self, problem: str) -> WorkerError:
+        """A worker's death, as an error with its number, how it ended, and what it was reading."""
+        death = first_death(self._children, wait_seconds=2.0)  # it may be seen late
+        if death is None:
+            return WorkerError(f"the loader failed: {problem}", stage="reading")
+        worker, exitcode = death
+        index = int(self._board[worker, 0])
+        volume_id = self._settings.id_of(index) if index >= 0 else ""
+        when = f" while reading volume {volume_id!r}" if volume_id else " while starting" if index == STARTING else ""
+        return WorkerError(
+            f"loader worker {worker} died ({how_it_ended(exitcode)}){when}", stage="reading", volume=volume_id
+        )
 
-    def close(self) -> None:
-        """Ends the workers at once, whatever they are reading."""
-        for child in self._children:
-            with suppress(Exception):
-                child.terminate()
-        with FORK_LOCK:
-            self._iterator = None
-        for child in self._children:
-            with suppress(Exception):
-                child.join(timeout=5)
-        self._children = []
-
-
-class ForeignReader:
-    """Reads from anyone's DataLoader, in its own order, one pass an epoch."""
-
-    def __init__(self, loader: Any, settings: ReadSettings, order: Order) -> None:
-        self._loader, self._settings, self._order = loader, settings, order
-        self._items: Iterator[Any] | None = None
-        self._waiting: list[Any] = []
-        self._position = 0
-
-    def start(self) -> None:
-        """Nothing starts before the first volume is asked for."""
-
-    def next(self, stop: threading.Event) -> Loaded | Failure | Idle | None:
-        """The next volume, or a Failure where the loader raises, ends too soon or cannot go back."""
-        epoch, index = next(self._order)
-        if index < 0:
-            return Idle()
-        return self._settings.load(lambda: self._pull(epoch, index), index)
-
-    def _begin(self, epoch: int) -> None:
-        """Starts the loader's next pass; its sampler is told the epoch if it asks for one."""
-        for sampler in (
-            getattr(self._loader, "sampler", None),
-            getattr(getattr(self._loader, "batch_sampler", None), "sampler", None),
-        ):
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
-        self._waiting, self._position = [], 0
-        self._items = None
-        with FORK_LOCK:
-            self._items = iter(self._loader)
-
-    def _pull(self, epoch: int, index: int) -> Any:
-        if index == 0:
-            self._begin(epoch)
-        if index != self._position:
-            raise ValueError(
-                f"the stream loads volume {index} where the loader gives volume {self._position}; a DataLoader of your "
-                "own gives each volume once, in its order: take the strategy 'sliding', or gpuqueue.volume_loader"
-            )
-        self._position += 1
-        assert self._items is not None
-        while not self._waiting:
-            try:
-                item = next(self._items)
-            except StopIteration:
-                self._items = None
-                raise ValueError(f"the loader ended after {index} volumes; more were planned from its length") from None
-            except Exception as error:
-                self._items = None  # and no traceback that keeps it, and so its workers, alive
-                raise error.with_traceback(None) from None
-            self._waiting = list(item) if isinstance(item, (list, tuple)) else [item]
-        return self._waiting.pop(0)
+    def _check_time(self, asked: float) -> None:
+        """WorkerError where a read, a start, or the way of a volume from its worker takes too long."""
+        board, now = self._board.tolist(), time.monotonic()
+        for worker, (index, since) in enumerate(board):
+            if index == STARTING and now - self._began > _START_SECONDS:
+                raise WorkerError(f"loader worker {worker} did not start in {_START_SECONDS:g} s", stage="reading")
+            if self._limit and index >= 0 and _milliseconds() - since > 1000 * self._limit:
+                volume_id = self._settings.id_of(index)
+                raise WorkerError(
+                    f"reading volume {volume_id!r} took longer than {self._limit:g} s in loader worker {worker}; is "
+                    "its disk reachable? volume_loader(..., timeout=seconds) sets the limit",
+                    stage="reading",
+                    volume=volume_id,
+                )
+        if self._limit and now - asked > self._limit and all(index == IDLE for index, _ in board):
+            raise WorkerError(f"no volume came from idle loader workers in {self._limit:g} s", stage="reading")
 
     def close(self) -> None:
-        """Drops the loader's iterator."""
-        self._items = None
-
-
-def count_volumes(loader: Any) -> int:
-    """How many volumes one pass of a foreign DataLoader gives; ValueError where that cannot be known."""
-    batch_size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-    try:
-        if batch_size is not None and sampler is not None:
-            return len(loader) * batch_size if getattr(loader, "drop_last", False) else len(sampler)
-        return len(loader)
-    except TypeError:
-        raise ValueError(
-            f"{type(loader).__name__} has no length, so an epoch cannot be planned; give a map-style dataset, or call "
-            "queue.patches(volumes) in your own loop over the loader"
-        ) from None
+        """Ends the workers at once, whatever they are reading. Idempotent."""
+        self._created.wait(_START_SECONDS)
+        end(self._children)
+        self._children.clear()
+        self._iterator = None
