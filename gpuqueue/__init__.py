@@ -2,8 +2,17 @@
 
 import logging as _logging
 
+from gpuqueue.aggregator import Aggregator
 from gpuqueue.errors import GPUQueueError, QueueClosed, StageError, StreamError, VolumeError, WorkerError
-from gpuqueue.patches.samplers import UniformSampler
+from gpuqueue.inference import Prediction, predict
+from gpuqueue.patches.samplers import (
+    DrawnVoxel,
+    GridSampler,
+    LabelSampler,
+    MixedSampler,
+    UniformSampler,
+    WeightedSampler,
+)
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
 from gpuqueue.profiling.report import show
 from gpuqueue.profiling.stats import Stats
@@ -23,9 +32,15 @@ _logging.getLogger("gpuqueue").addHandler(_logging.NullHandler())  # silent unti
 __version__ = "0.1.0"
 __all__ = [
     "Advice",
+    "Aggregator",
     "Command",
+    "DrawnVoxel",
     "GPUQueue",
     "GPUQueueError",
+    "GridSampler",
+    "LabelSampler",
+    "MixedSampler",
+    "Prediction",
     "QueueClosed",
     "RandomAffine",
     "RandomElasticDeformation",
@@ -38,6 +53,7 @@ __all__ = [
     "Volume",
     "VolumeDataset",
     "VolumeError",
+    "WeightedSampler",
     "WorkerError",
     "advise",
     "check",
@@ -45,6 +61,7 @@ __all__ = [
     "command_stream",
     "optimize",
     "parse",
+    "predict",
     "randomize",
     "save_nifti",
     "shift",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -44,8 +44,10 @@ class GPUQueue:
     Args:
         loader: A dataset of volumes (`VolumeDataset`, a list of `Volume`, any map-style dataset of Volume or of dicts
             of arrays), a `volume_loader` of one, or a DataLoader of your own, whose order and sharding are kept.
-        patch_size: Voxels of the reference grid; one number or three.
-        patches_per_volume: One number, `{id: number}`, or a function of the id; 0 is never loaded.
+        patch_size: Voxels of the reference grid; one number or three. None delivers each volume's whole reference grid;
+            volumes of different shapes then need `batch_size=1`.
+        patches_per_volume: One number, `{id: number}`, or a function of the id; 0 is never loaded. None: the sampler's
+            own, as `GridSampler` has.
         volumes_in_memory: How many volumes the stream may hold at once.
         lookahead: Volumes that may be loaded before the stream asks for them; "group" is `volumes_in_memory`.
         batch_size, drop_last: As in a DataLoader; the last batch of an epoch is short, or left out.
@@ -94,8 +96,8 @@ class GPUQueue:
     def __init__(
         self,
         loader: Any,
-        patch_size: int | Sequence[int],
-        patches_per_volume: PatchCounts = 32,
+        patch_size: int | Sequence[int] | None,
+        patches_per_volume: PatchCounts | None = 32,
         *,
         volumes_in_memory: int = 8,
         lookahead: int | str = 1,
@@ -134,7 +136,8 @@ class GPUQueue:
         one_of("backend", backend, BACKENDS)
         one_of("on_nonfinite", on_nonfinite, ("raise", "replace", "keep"))
         self.patch_sampler: Sampler = UniformSampler() if sampler is None else sampler
-        size, augmentation = as_size(patch_size, "patch_size"), split_augmentation(augment)
+        size = None if patch_size is None else as_size(patch_size, "patch_size")
+        augmentation = split_augmentation(augment)
         preparation = Preparation(
             size,
             self.patch_sampler,
@@ -147,8 +150,14 @@ class GPUQueue:
         )
         self._volumes = Volumes.of(loader, roles, preparation)
         self._lookahead = volumes_in_memory if lookahead == "group" else whole("lookahead", lookahead, 0)
-        self._patches_of = patches_of(patches_per_volume)
-        counts = self._volumes.counts(self._patches_of)
+        self._number_of: Callable[[Volume], int]
+        if patches_per_volume is None:
+            self._number_of = lambda volume: preparation.own_count(volume.grid())
+            counts = self._volumes.own_counts(preparation)
+        else:
+            number_of = patches_of(patches_per_volume)
+            self._number_of = lambda volume: number_of(volume.id)
+            counts = self._volumes.counts(number_of)
         rank, world_size = (0, 1) if self._volumes.foreign else place_among_ranks(rank, world_size)
         self._planner = Planner(
             counts,
@@ -251,7 +260,7 @@ class GPUQueue:
             self._seen[volume.id] += 1
             by_epoch.setdefault(epoch, []).append(volume)
         for epoch, together in by_epoch.items():
-            numbers = [self._patches_of(volume.id) for volume in together]
+            numbers = [self._number_of(volume) for volume in together]
             yield from handful_batches(together, numbers, epoch, self._planner, self._source, settings)
 
     def replay(self, volume_id: str, epoch: int, index: int) -> Batch:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,19 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuqueue.errors import StageError
-from gpuqueue.patches.gather.contract import Mode, Read, Size, Source, gather
+from gpuqueue.patches.forward import Placed, Site, Tally, place
+from gpuqueue.patches.gather.contract import Mode, Read, Size, Source, gather, warm_up
 from gpuqueue.patches.prepare import Prepared
-from gpuqueue.patches.samplers import Sampler, clamped_start
+from gpuqueue.patches.samplers import DrawnVoxel, PatchRandom, Sampler
 from gpuqueue.patches.spatial import pull_back
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
-from gpuqueue.rng import Random, hash_id, make_key
+from gpuqueue.rng import Random, hash_id, make_key, philox
 from gpuqueue.volumes.grid import crop_affine
 from gpuqueue.volumes.residents import Resident
+from gpuqueue.volumes.workers import FORK_LOCK
 
 Batch = dict[str, Any]
 Stage = Callable[[Batch], Batch]
 _MODES: dict[str, Mode] = {"image": "linear", "map": "linear", "label": "nearest"}
 _DTYPES = {"linear": torch.float32, "nearest": torch.int64}
+_BLOCKS_AHEAD = 5  # of random numbers, made for all patches at once; a sampler that needs more makes them alone
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,11 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """One patch, decided: its first voxel, its affine, what is read for each key, and the parameters drawn."""
+    """One patch, decided: its first voxel, its size and affine, what is read for each key, and the parameters drawn."""
 
     wanted: Wanted
     start: NDArray[np.int64]
+    size: Size
     affine: NDArray[np.float64]
     reads: dict[str, Read]
     parameters: dict[str, Any]
@@ -88,20 +94,23 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class PatchMaker:
-    """Draws patches and gathers them; every draw is a pure function of (seed, epoch, volume id, k or visit, stage)."""
+    """Draws patches and gathers them; every draw is a pure function of (seed, epoch, volume id, k or visit, stage).
 
-    size: Size
+    `size` None takes each volume's whole reference grid. `tally` counts what was drawn.
+    """
+
+    size: Size | None
     sampler: Sampler
     augmentation: Augmentation
     seed: int
     augment_per: str = "patch"
     same_every_epoch: bool = False
     backend: str = "auto"
+    tally: Tally = field(default_factory=Tally)
 
     def draw(self, wanted: Sequence[Wanted]) -> list[Patch]:
         """Decides the patches; nothing is read yet. Raises StageError with the volume's id, epoch and k."""
         prepared: list[Prepared] = [item.resident.prepared for item in wanted]
-        starts = [self._start(item) for item in wanted]
         grids = [item.reference for item in prepared]
         forward = [np.eye(4) for _ in wanted]
         for number, transform in enumerate(self.augmentation.spatial):
@@ -111,20 +120,42 @@ class PatchMaker:
         if self.augmentation.elastic is not None:
             ids = [item.resident.id for item in wanted]
             control_points = self.augmentation.elastic.draw(self._random(wanted, "elastic"), grids, ids)
-        return [self._patch(*parts) for parts in zip(wanted, starts, forward, control_points)]
+        placed = self._placed(wanted, forward, control_points)
+        return [self.patch(*parts) for parts in zip(wanted, placed, forward, control_points)]
 
     def gather_into(self, patches: Sequence[Patch], out: dict[str, Tensor]) -> None:
-        """Fills `out[key]` (B, C, *size), as allocated by `allocate`."""
+        """Fills `out[key]` (B, C, *size), as allocated by `allocate`. ValueError where a patch has another size."""
+        i, j, k = next(iter(out.values())).shape[2:]
+        if odd := [patch for patch in patches if patch.size != (i, j, k)]:
+            raise ValueError(
+                f"patch_size=None delivers whole volumes: {odd[0].wanted.resident.id!r} is {odd[0].size} and the first "
+                f"of its batch {(i, j, k)}; take batch_size=1"
+            )
         reads = {key: [patch.reads[key] for patch in patches] for key in out}
         roles = patches[0].wanted.resident.roles
-        gather(reads, {key: _MODES[roles[key]] for key in out}, self.size, out, self.backend)
+        gather(reads, {key: _MODES[roles[key]] for key in out}, (i, j, k), out, self.backend)
+
+    def kernels(self, resident: Resident) -> frozenset[tuple[Mode, torch.dtype]]:
+        """Which kernels reading this volume takes."""
+        return frozenset((_MODES[resident.roles[key]], array.dtype) for key, array in resident.arrays.items())
+
+    def warm_up(self, kernels: Iterable[tuple[Mode, torch.dtype]], device: torch.device) -> None:
+        """Compiles these kernels, or loads them from disk, while no worker is being forked."""
+        with FORK_LOCK:
+            warm_up(kernels, device, self.backend)
 
     def allocate(self, resident: Resident, count: int, device: torch.device) -> dict[str, Tensor]:
         """Fresh tensors for `count` patches of volumes like this one."""
+        size = self.size_of(resident)
         return {
-            key: torch.empty((count, len(array), *self.size), dtype=_DTYPES[_MODES[resident.roles[key]]], device=device)
+            key: torch.empty((count, len(array), *size), dtype=_DTYPES[_MODES[resident.roles[key]]], device=device)
             for key, array in resident.arrays.items()
         }
+
+    def size_of(self, resident: Resident) -> Size:
+        """Voxels of this volume's patches."""
+        prepared: Prepared = resident.prepared
+        return prepared.reference.shape if self.size is None else self.size
 
     def _random(self, wanted: Sequence[Wanted], stage: str) -> Random:
         by_volume = self.augment_per == "volume"
@@ -135,40 +166,73 @@ class PatchMaker:
         epoch = 0 if self.same_every_epoch else item.epoch
         return make_key(self.seed, epoch, hash_id(item.resident.id), turn, stage)
 
-    def _start(self, item: Wanted) -> NDArray[np.int64]:
-        resident = item.resident
-        random = Random(self._key(item, f"k{item.index}", "sampler"))
-        prepared: Prepared = resident.prepared
+    def _placed(
+        self,
+        wanted: Sequence[Wanted],
+        forward: Sequence[NDArray[np.float64]],
+        control_points: Sequence[NDArray[np.float64] | None],
+    ) -> list[Placed]:
+        keys = [self._key(item, f"k{item.index}", "sampler") for item in wanted]
+        words = philox(np.array(keys, np.uint64), 0, _BLOCKS_AHEAD).reshape(len(keys), -1)
+        sites = [
+            Site(
+                item.resident.prepared.reference,
+                self.size_of(item.resident),
+                {key: grid.affine for key, grid in item.resident.grids.items()},
+                forward[n],
+                control_points[n],
+                functools.partial(self._drawn, item, PatchRandom(keys[n], item.index, words[n])),
+            )
+            for n, item in enumerate(wanted)
+        ]
+        placed = place(sites)
+        for item, where in zip(wanted, placed):
+            if warning := self.tally.add(item.resident.id, item.resident.prepared.sampler, where):
+                warnings.warn(warning, stacklevel=2)
+        return placed
+
+    def _drawn(self, item: Wanted, random: PatchRandom, previous: DrawnVoxel | None) -> NDArray[np.int64] | DrawnVoxel:
+        prepared: Prepared = item.resident.prepared
         try:
-            drawn = np.asarray(self.sampler.draw(prepared.sampler, prepared.reference, self.size, random))
-            if drawn.shape != (3,):
-                raise ValueError(f"the sampler's draw must be three whole numbers, got an array of shape {drawn.shape}")
-            return clamped_start(drawn, prepared.reference, self.size)
+            if previous is not None and previous.again is not None:
+                return previous.again(random)
+            drawn = self.sampler.draw(prepared.sampler, prepared.reference, self.size_of(item.resident), random)
+            if isinstance(drawn, DrawnVoxel):
+                return drawn
+            start = np.asarray(drawn)
+            if start.shape != (3,):
+                raise ValueError(f"the sampler's draw must be three whole numbers, got an array of shape {start.shape}")
+            return start.astype(np.int64)
         except Exception as error:
             raise _stage_error("sampling", item, error) from error
 
-    def _patch(
+    def patch(
         self,
         item: Wanted,
-        start: NDArray[np.int64],
+        placed: Placed,
         forward: NDArray[np.float64],
         control_points: NDArray[np.float64] | None,
     ) -> Patch:
+        """The patch that starts there, through this map."""
         resident, prepared = item.resident, item.resident.prepared
+        start, size, drawn = placed.start, self.size_of(resident), placed.drawn
         maps: dict[bytes, Any] = {}
         reads = {}
         for key, array in resident.arrays.items():
             affine = resident.grids[key].affine
             if (name := affine.tobytes()) not in maps:
                 try:
-                    maps[name] = pull_back(
-                        prepared.reference, affine, forward, control_points, start.tolist(), self.size
-                    )
+                    maps[name] = pull_back(prepared.reference, affine, forward, control_points, start.tolist(), size)
                 except ValueError as error:
                     raise _stage_error("spatial transform", item, error) from error
             reads[key] = Read(Source(array, resident.scale[key], prepared.pads[key]), maps[name])
-        parameters = {"affine": forward, "control_points": control_points, "drawn_voxel": None, "drawn_label": None}
-        return Patch(item, start, crop_affine(prepared.reference.affine, start), reads, parameters)
+        parameters = {
+            "affine": forward,
+            "control_points": control_points,
+            "drawn_voxel": None if drawn is None else drawn.voxel,
+            "drawn_label": None if drawn is None else drawn.label,
+        }
+        return Patch(item, start, size, crop_affine(prepared.reference.affine, start), reads, parameters)
 
 
 def assemble(patches: Sequence[Patch], tensors: Mapping[str, Tensor], return_parameters: bool) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpuqueue.errors import VolumeError
 from gpuqueue.patches.gather.contract import Size
-from gpuqueue.patches.samplers import Sampler
+from gpuqueue.patches.samplers import Sampler, own_count
 from gpuqueue.patches.transforms import RandomElasticDeformation
 from gpuqueue.volumes.grid import Grid, reoriented, respaced
 from gpuqueue.volumes.storage import handle_nonfinite
@@ -26,14 +27,14 @@ class Prepared:
 
     reference: Grid
     pads: dict[str, NDArray[np.float64]]
-    sampler: dict[str, NDArray[np.generic]]
+    sampler: dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Preparation:
     """`prepare(volume) -> (volume, Prepared)`; plain settings, so that it can be sent to workers."""
 
-    patch_size: Size
+    patch_size: Size | None
     sampler: Sampler
     elastic: RandomElasticDeformation | None = None
     orientation: str | None = None
@@ -61,11 +62,17 @@ class Preparation:
             grid = reoriented(grid, self.orientation)
         return grid if self.spacing is None else respaced(grid, self.spacing)
 
+    def own_count(self, grid: Grid) -> int:
+        """The sampler's own number of patches of a volume with this reference key; ValueError where it has none."""
+        reference = self.reference_grid(grid)
+        return own_count(self.sampler, reference, self.patch_size or reference.shape)
+
     def check_grid(self, reference: Grid, volume_id: str) -> None:
         """What a header alone can tell: a patch larger than the volume, an elastic displacement that folds."""
-        if self.on_small == "raise" and any(p > n for p, n in zip(self.patch_size, reference.shape)):
+        size = reference.shape if self.patch_size is None else self.patch_size
+        if self.on_small == "raise" and any(p > n for p, n in zip(size, reference.shape)):
             raise VolumeError(
-                f"volume {volume_id!r} has shape {reference.shape}, smaller than the patch {self.patch_size}; "
+                f"volume {volume_id!r} has shape {reference.shape}, smaller than the patch {size}; "
                 "take a smaller patch_size, or on_small='pad'"
             )
         if self.elastic is not None:
@@ -103,15 +110,19 @@ def _pad_values(volume: Volume, key: str, pad: Pad) -> NDArray[np.float64]:
         raise VolumeError(f"{volume.where(key)}: a label's pad must be a number (a class), got {pad!r}")
     stored = np.empty(len(data))
     for channel, array in enumerate(data):
-        finite = array[array.isfinite()] if array.is_floating_point() and not bool(array.isfinite().all()) else array
-        if finite.numel() == 0:
-            stored[channel] = 0.0
-        elif pad == "mean":
-            stored[channel] = float(finite.double().mean())
-        else:
-            values = (finite.float() if finite.dtype == torch.bfloat16 else finite).numpy()  # NumPy has no bfloat16
-            stored[channel] = float(values.min() if scale[channel, 0] >= 0 else values.max())
+        values = (array.float() if array.dtype == torch.bfloat16 else array).numpy()  # NumPy has no bfloat16
+        stored[channel] = _statistic(values, pad, scale[channel, 0] >= 0)
+        if not np.isfinite(stored[channel]):  # NaN spreads; looking for it beforehand would take another pass
+            finite = values[np.isfinite(values)]
+            stored[channel] = _statistic(finite, pad, scale[channel, 0] >= 0) if finite.size else 0.0
     return np.asarray(scale[:, 0] * stored + scale[:, 1])
+
+
+def _statistic(values: NDArray[Any], pad: str, rising: bool) -> float:
+    """The mean, or what becomes the smallest true value where slopes are positive (`rising`) or negative."""
+    if pad == "mean":
+        return float(values.mean(dtype=np.float64))
+    return float(values.min() if rising else values.max())
 
 
 def check_pad(pad: Mapping[str, Pad] | None) -> dict[str, Pad]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -31,6 +31,16 @@ class Stats:
     """Most volumes that were resident at once."""
     most_resident_bytes: int = 0
     """Most bytes of volumes that were resident at once."""
+    drawn_labels: dict[int, int] = field(default_factory=dict)
+    """Patches placed by a voxel of each class, those drawn ahead included."""
+    missing_labels: dict[int | None, float] = field(default_factory=dict)
+    """Patches that volumes without the class could not give, by class (None: any foreground)."""
+    redraws: int = 0
+    """Drawn voxels that augmentation moved out of the volume, and others were drawn for."""
+    outside: int = 0
+    """Patches placed at the border, because nine such voxels in a row landed outside."""
+    moved_starts: int = 0
+    """Patches moved inside the volume: their drawn voxel is not where the sampler wanted it, but in the patch."""
 
     @property
     def wall_seconds(self) -> float:
@@ -41,6 +51,12 @@ class Stats:
     def wait_share(self) -> float:
         """Share of the time that the consumer waited, 0 to 1."""
         return self.wait_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def label_shares(self) -> dict[int, float]:
+        """Share of each class among the patches that were placed by a class."""
+        total = sum(self.drawn_labels.values())
+        return {label: number / total for label, number in sorted(self.drawn_labels.items())}
 
     @property
     def patches_per_second(self) -> float:

@@ -23,7 +23,8 @@ A pull-back whose `permutation` is set moves whole voxels only: every backend co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 Size = tuple[int, int, int]
 Mode = Literal["linear", "nearest", "vote"]
-BACKENDS = ("auto", "torch", "numba")
+BACKENDS = ("auto", "torch", "numba", "triton")
 NEAREST_SHIFT = 0.5 + 1e-3  # ties, which oblique grids make common, go up in every backend and in the reference
 
 
@@ -89,23 +90,42 @@ Backend = Callable[[Reads, Mapping[str, Mode], Size, dict[str, Tensor]], None]
 def gather(reads: Reads, modes: Mapping[str, Mode], size: Size, out: dict[str, Tensor], backend: str = "auto") -> None:
     """Fills `out[key]` (B, C, *size), contiguous, with the B patches of `reads[key]`.
 
-    `backend`: "torch", "numba", or "auto": numba on the CPU, torch elsewhere. Raises ValueError for an unknown one.
+    `backend`: "torch", "numba", "triton", or "auto": numba on the CPU, triton on CUDA, torch elsewhere. Raises
+    ValueError for an unknown one, and for one that cannot gather where `out` lies.
     """
+    for key, tensor in out.items():
+        assert tensor.is_contiguous(), key
+        assert tensor.dtype == (torch.float32 if modes[key] == "linear" else torch.int64), key
     find_backend(backend, next(iter(out.values())).device)(reads, modes, size, out)
+
+
+def warm_up(pairs: Iterable[tuple[Mode, torch.dtype]], device: torch.device, backend: str = "auto") -> None:
+    """Compiles what `gather` will need for these modes and stored dtypes, so that the first batch need not wait."""
+    if backend == "numba" or (backend == "auto" and device.type == "cpu"):
+        from gpuqueue.patches.gather import numba_cpu
+
+        numba_cpu.warm_up(pairs)
 
 
 def find_backend(name: str, device: torch.device) -> Backend:
     """The backend's function; imported only when asked for."""
     if name == "auto":
-        name = "numba" if device.type == "cpu" else "torch"
+        on_cuda = "triton" if importlib.util.find_spec("triton") else "torch"
+        name = {"cpu": "numba", "cuda": on_cuda}.get(device.type, "torch")
     if name == "torch":
         from gpuqueue.patches.gather import reference
 
         return reference.gather
     if name == "numba":
+        if device.type != "cpu":
+            raise ValueError(f"backend='numba' gathers on the CPU, not on {device}; write backend='auto'")
         from gpuqueue.patches.gather import numba_cpu
 
         return numba_cpu.gather
+    if name == "triton":
+        from gpuqueue.patches.gather import triton_cuda
+
+        return triton_cuda.gather
     raise ValueError(f"backend={name!r} is unknown; take one of {', '.join(BACKENDS)}")
 
 

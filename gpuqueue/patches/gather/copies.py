@@ -6,14 +6,14 @@ through a float.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuqueue.patches.gather.contract import Mode, PullBack, Read, Source
-
-_SLAB = 1 << 18  # voxels copied at a time: the flipped temporary stays in the cache and far below the patch's bytes
 
 
 def is_copy(pull_back: PullBack) -> bool:
@@ -30,21 +30,20 @@ def copy_patch(read: Read, mode: Mode, out: Tensor) -> None:
     assert pull_back.permutation is not None
     axes = [axis for axis, _ in pull_back.permutation]
     flipped = [sign < 0 for _, sign in pull_back.permutation]
-    by_source = out.permute(0, *(1 + axis for axis in axes))  # the patch, its axes in the order of the source's
-    lows = [_lowest(int(b), n, f) for b, n, f in zip(pull_back.base, by_source.shape[1:], flipped)]
-    spans = [_overlap(low, n, size) for low, n, size in zip(lows, by_source.shape[1:], source.data.shape[1:])]
-    if any(stop - start < n for (start, stop), n in zip(spans, by_source.shape[1:])):
+    target = out.permute(0, *(1 + axis for axis in axes))  # the patch, its axes in the order of the source's
+    lows = [_lowest(int(b), n, flip) for b, n, flip in zip(pull_back.base, target.shape[1:], flipped)]
+    spans = [_overlap(low, n, size) for low, n, size in zip(lows, target.shape[1:], source.data.shape[1:])]
+    if any(stop - start < n for (start, stop), n in zip(spans, target.shape[1:])):
         fill_pad(out, source)
     if any(stop <= start for start, stop in spans):
         return
     stored = source.data
     for axis, ((start, stop), low) in enumerate(zip(spans, lows)):
         stored = stored.narrow(axis + 1, low + start, stop - start)
-        into = by_source.shape[axis + 1] - stop if flipped[axis] else start
-        by_source = by_source.narrow(axis + 1, into, stop - start)
-    for target, part in _slabs(by_source, stored, flipped):
-        target.copy_(part)
-        apply_scale(target, source, mode)
+        into = target.shape[axis + 1] - stop if flipped[axis] else start
+        target = target.narrow(axis + 1, into, stop - start)
+    _copy(target, stored, [axis + 1 for axis, flip in enumerate(flipped) if flip])
+    apply_scale(target.numpy() if target.device.type == "cpu" else target, source, mode)
 
 
 def fill_pad(out: Tensor, source: Source) -> None:
@@ -53,21 +52,27 @@ def fill_pad(out: Tensor, source: Source) -> None:
         channel.fill_(value if out.is_floating_point() else int(value))
 
 
-def apply_scale(values: Tensor, source: Source, mode: Mode) -> None:
-    """Stored values (C, ...) to real values, in place: times slope plus intercept per channel.
-
-    Raises ValueError for labels (int64) whose slope or intercept is not whole: they would need rounding.
-    """
+def apply_scale(values: Tensor | NDArray[Any], source: Source, mode: Mode) -> None:
+    """Stored values (C, ...) to real values, in place: times slope plus intercept per channel."""
     for channel, (slope, intercept) in zip(values, source.scale.tolist()):
         if slope == 1 and intercept == 0:
             continue
-        if mode != "linear" and not (slope == int(slope) and intercept == int(intercept)):
-            raise ValueError(
-                f"a label with slope {slope} and intercept {intercept} has no whole values; "
-                "read it as an image, or store it with slope 1 and intercept 0"
-            )
-        number = float if mode == "linear" else int
-        channel.mul_(number(slope)).add_(number(intercept))
+        if mode == "linear":
+            channel *= slope
+            channel += intercept
+            continue
+        check_whole(source)
+        channel *= int(slope)
+        channel += int(intercept)
+
+
+def check_whole(label: Source) -> None:
+    """Raises ValueError for a label whose slope or intercept is not whole: its values would need rounding."""
+    if (label.scale % 1 != 0).any():
+        raise ValueError(
+            f"a label with slope and intercept {label.scale.tolist()} has no whole values; "
+            "read it as an image, or store it with slope 1 and intercept 0"
+        )
 
 
 def _lowest(base: int, size: int, flipped: bool) -> int:
@@ -80,21 +85,16 @@ def _overlap(low: int, count: int, size: int) -> tuple[int, int]:
     return max(0, -low), min(count, size - low)
 
 
-def _slabs(target: Tensor, stored: Tensor, flipped: list[bool]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views that a plain copy joins; torch has no negative strides, so flips copy one slab at a time."""
-    flips = [axis + 1 for axis, flip in enumerate(flipped) if flip]
-    if not flips:
-        yield target, stored
-        return
-    count = stored.shape[1]
-    step = max(1, _SLAB * count // stored.numel())
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        part = stored[:, count - stop : count - start] if flipped[0] else stored[:, start:stop]
-        yield target[:, start:stop], _flip(part, flips)
+def _copy(target: Tensor, stored: Tensor, flips: list[int]) -> None:
+    """Copies and casts, with the axes of `flips` reversed.
 
-
-def _flip(part: Tensor, axes: list[int]) -> Tensor:
-    if part.dtype == torch.uint16:  # torch flips all stored dtypes but this one
-        return torch.flip(part.view(torch.int16), axes).view(torch.uint16)
-    return torch.flip(part, axes)
+    On the CPU through NumPy, which knows negative strides, so needs no memory, and starts no threads: those of PyTorch
+    wait for each other, for a tenth of a second where other processes use their cores.
+    """
+    if target.device.type == "cpu" and stored.dtype != torch.bfloat16:
+        view = stored.numpy()[tuple(slice(None, None, -1 if axis in flips else 1) for axis in range(4))]
+        np.copyto(target.numpy(), view, casting="unsafe")
+    elif stored.dtype == torch.uint16:  # PyTorch flips all stored dtypes but this one
+        target.copy_(torch.flip(stored.view(torch.int16), flips).view(torch.uint16))
+    else:
+        target.copy_(torch.flip(stored, flips) if flips else stored)

@@ -56,13 +56,17 @@ def cache_folder() -> pathlib.Path | None:
     Only a folder that no other user can write is taken: what lies there is executed.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    roots = [os.environ.get("NUMBA_CACHE_DIR"), os.path.join(home, "gpuqueue"), _temporary()]
+    folders = [pathlib.Path(root) / f"kernels-{source_hash()}" for root in roots if root]
+    return next(filter(_is_private, folders), None)
+
+
+def _temporary() -> str | None:
     owner = os.getuid() if hasattr(os, "getuid") else "user"
-    temporary = os.path.join(tempfile.gettempdir(), f"gpuqueue-{owner}")
-    for root in (os.environ.get("NUMBA_CACHE_DIR"), os.path.join(home, "gpuqueue"), temporary):
-        folder = pathlib.Path(root or temporary) / f"kernels-{source_hash()}"
-        if root and _is_private(folder):
-            return folder
-    return None
+    try:
+        return os.path.join(tempfile.gettempdir(), f"gpuqueue-{owner}")
+    except OSError:
+        return None
 
 
 def source_hash() -> str:
@@ -81,4 +85,6 @@ def _is_private(folder: pathlib.Path) -> bool:
         state = folder.stat()
     except OSError:
         return False
-    return not hasattr(os, "getuid") or (state.st_uid == os.getuid() and not state.st_mode & stat.S_IWOTH)
+    return not hasattr(os, "getuid") or (
+        state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+    )

@@ -24,28 +24,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuqueue.patches.gather.contract import Mode, PullBack, Reads, Size, Source
-from gpuqueue.patches.gather.copies import copy_patch, is_copy
-
-DTYPES = (
-    torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.float16, torch.bfloat16, torch.float32,
-)  # fmt: skip
+from gpuqueue.patches.gather.copies import check_whole, copy_patch, is_copy
 
 
 def gather(reads: Reads, modes: Mapping[str, Mode], size: Size, out: dict[str, Tensor]) -> None:
     """Fills `out[key]` (B, C, *size) on the CPU; see `contract.gather`."""
+    calls: list[Callable[[], None]] = []
     groups: list[Group] = []
     for b in range(len(next(iter(reads.values())))):
         by_map: dict[tuple[int, torch.Size], Group] = {}
         for key, patches in reads.items():
             source, pull_back = patches[b].source, patches[b].pull_back
             if is_copy(pull_back):
-                copy_patch(patches[b], modes[key], out[key][b])
+                calls.append(functools.partial(copy_patch, patches[b], modes[key], out[key][b]))
                 continue
             same = (id(pull_back), source.data.shape[1:])
             by_map.setdefault(same, Group(pull_back, [])).keys.append((source, modes[key], out[key][b]))
         groups += by_map.values()
-    if groups:
-        run_all(tasks(groups, size))
+    run_all(calls + tasks(groups, size))
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Job:
 
 def tasks(groups: list[Group], size: Size) -> list[Callable[[], None]]:
     """Calls that together fill the groups: one a group, or at least two for each thread where planes allow."""
-    parts = min(size[0], math.ceil(2 * num_threads() / len(groups))) if len(groups) < 2 * num_threads() else 1
+    parts = min(size[0], math.ceil(2 * num_threads() / max(1, len(groups))))
     edges = [size[0] * part // parts for part in range(parts + 1)]
     calls: list[Callable[[], None]] = []
     for group in groups:
@@ -85,18 +81,23 @@ def make_job(group: Group, size: Size) -> Job:
     from gpuqueue.patches.gather import numba_readers as readers
 
     pull_back, spline = group.pull_back, group.pull_back.spline
-    channels = max(source.data.shape[0] for source, _, _ in group.keys)
+    channels = max((source.data.shape[0] for source, _, _ in group.keys), default=1)
+    shape = group.keys[0][0].data.shape[1:] if group.keys else size
     keys = np.zeros((len(group.keys), readers.KEY_FIELDS), np.int64)
     values = np.zeros((len(group.keys), channels, readers.VALUES))
     for n, (source, mode, out) in enumerate(group.keys):
         data = source.data
+        if mode != "linear":
+            check_whole(source)
+        assert data.device.type == out.device.type == "cpu"
         keys[n] = (data.data_ptr(), reader_address(mode, data.dtype), out.data_ptr(), data.shape[0], *data.stride())
         values[n, : data.shape[0], :2], values[n, : data.shape[0], 2] = source.scale, source.pad
     curve: tuple[NDArray[np.float64], Size, Size] = (np.zeros((3, 0, 0, 0)), size, size)
     if spline is not None:
-        curve = (np.ascontiguousarray(spline.coefficients, np.float64), spline.start, spline.extent)
-    affine = (np.ascontiguousarray(pull_back.matrix, np.float64), pull_back.rest, pull_back.base)
-    return Job(size, affine, curve, tuple(group.keys[0][0].data.shape[1:]), keys, values, group)
+        curve = (np.array(spline.coefficients, np.float64), spline.start, spline.extent)
+    # copies: kernels are compiled for writable, contiguous arrays, and again for any other kind
+    affine = (np.array(pull_back.matrix, np.float64), np.array(pull_back.rest, np.float64), np.array(pull_back.base))
+    return Job(size, affine, curve, tuple(shape), keys, values, group)
 
 
 def fill_planes(job: Job, planes: tuple[int, int]) -> None:
@@ -137,7 +138,9 @@ def _reader(mode: Mode, dtype: torch.dtype) -> Any:
 def warm_up(pairs: Iterable[tuple[Mode, torch.dtype]]) -> None:
     """Compiles, or loads from disk, the driver and the readers of these modes and stored dtypes."""
     for mode, dtype in pairs:
-        _reader(mode, dtype)
+        reader_address(mode, dtype)
+    nowhere = PullBack(np.eye(3), np.zeros(3, np.int64), np.zeros(3))
+    fill_planes(make_job(Group(nowhere, []), (1, 1, 1)), (0, 0))
 
 
 # Threads -------------------------------------------------------------------------------------------------------------

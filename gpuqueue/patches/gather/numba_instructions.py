@@ -111,6 +111,24 @@ def _trilinear_strided(typing: Any, data: Any, index: Any, i: Any, j: Any, k: An
     return signature, lambda context, builder, sig, args: _interpolate(builder, args, data.dtype, False)
 
 
+def _agree(typing: Any, data: Any, index: Any, step_i: Any, step_j: Any) -> Any:
+    """(address, index, steps i j) -> whether the eight neighbours hold one value; those along k are adjacent."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits, (pointer, first, along_i, along_j) = _bits(data.dtype), args
+        pair = ir.IntType(2 * bits)
+        places = [first, builder.add(first, along_j)]
+        places += [builder.add(place, along_i) for place in places]
+        words = [_load(builder, pointer, place, data.dtype, pair) for place in places]
+        swapped = builder.or_(builder.shl(words[0], pair(bits)), builder.lshr(words[0], pair(bits)))
+        differ = builder.xor(words[0], swapped)
+        for word in words[1:]:
+            differ = builder.or_(differ, builder.xor(words[0], word))
+        return builder.icmp_unsigned("==", differ, pair(0))
+
+    return types.boolean(data, types.int64, types.int64, types.int64), code
+
+
 def _prefetch(typing: Any, data: Any, index: Any) -> Any:
     """Asks for the cache line of element `index`; any address may be asked for."""
 
@@ -288,6 +306,6 @@ trilinear, trilinear_strided = intrinsic(_trilinear), intrinsic(_trilinear_strid
 stored_float, stored_whole = intrinsic(_stored_float), intrinsic(_stored_whole)
 load8, store8, spread8, floor8 = intrinsic(_load8), intrinsic(_store8), intrinsic(_spread8), intrinsic(_floor8)
 whole8, minus8, plus8, fused8 = intrinsic(_whole8), intrinsic(_minus8), intrinsic(_plus8), intrinsic(_fused8)
-floor, prefetch = intrinsic(_floor), intrinsic(_prefetch)
+floor, prefetch, agree = intrinsic(_floor), intrinsic(_prefetch), intrinsic(_agree)
 address, moved, float_at, int64_at = intrinsic(_address), intrinsic(_moved), intrinsic(_float_at), intrinsic(_int64_at)
 call = intrinsic(_call)

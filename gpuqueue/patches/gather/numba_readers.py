@@ -23,6 +23,7 @@ import numpy as np
 from gpuqueue.patches.gather.contract import NEAREST_SHIFT
 from gpuqueue.patches.gather.numba_cache import jit
 from gpuqueue.patches.gather.numba_instructions import (
+    agree,
     float_at,
     floor,
     floor8,
@@ -166,8 +167,7 @@ def read_vote(
     data: Any, points: Any, whole: Any, runs: Any, tile: Any, key: Any, values: Any, fractions: Any, indices: Any
 ) -> None:
     """Of the eight neighbours' labels the one with the greatest summed weight, int64; the smaller of equals."""
-    labels = np.zeros(8, np.int64)
-    si, sj, sk = key[STRIDE], key[STRIDE + 1], key[STRIDE + 2]
+    labels, weights = np.zeros(8, np.int64), np.zeros(8, np.int64)
     for row in range(tile[ROWS]):
         x, corner, first, last = (
             moved(points, row * 3 * TILE_K),
@@ -179,38 +179,53 @@ def read_vote(
         ask_ahead(data, corner, tile, key, first, last, 8, indices)
         for channel in range(key[CHANNELS]):
             constants = moved(values, channel * VALUES)
-            slope, intercept = int(constants[SLOPE]), int(constants[INTERCEPT])
             start = channel * key[CHANNEL_STRIDE] + element(corner, key)
             target = moved(int64_at(key[OUT]), tile[FIRST] + row * tile[ROW_STEP] + channel * tile[CHANNEL_STEP])
-            for k in range(first, last):
-                near = start + np.int64(indices[k])
-                differ = 0
-                for tap in range(8):
-                    labels[tap] = stored_whole(data, near + (tap >> 2) * si + (tap >> 1 & 1) * sj + (tap & 1) * sk)
-                    differ |= labels[tap] ^ labels[0]
-                if differ == 0:
-                    target[k] = labels[0] * slope + intercept
-                else:
-                    for tap in range(8):
-                        labels[tap] = labels[tap] * slope + intercept
-                    target[k] = winner(labels, fractions[k], fractions[TILE_K + k], fractions[2 * TILE_K + k])
+            vote_run(data, start, key, constants, fractions, indices, first, last, labels, weights, target)
             for k in range(first):
-                target[k] = vote_at(data, x, k, corner, tile, key, channel, constants, labels)
+                target[k] = vote_at(data, x, k, corner, tile, key, channel, constants, labels, weights)
             for k in range(last, tile[COUNT]):
-                target[k] = vote_at(data, x, k, corner, tile, key, channel, constants, labels)
+                target[k] = vote_at(data, x, k, corner, tile, key, channel, constants, labels, weights)
 
 
 @jit
-def winner(labels: Any, fi: Any, fj: Any, fk: Any) -> Any:
+def vote_run(
+    data: Any, start: int, key: Any, constants: Any, fractions: Any, indices: Any, first: int, last: int, labels: Any,
+    weights: Any, target: Any,
+) -> None:  # fmt: skip
+    """The inner run of a row, in one channel; most voxels have neighbours of one label only."""
+    slope, intercept = int(constants[SLOPE]), int(constants[INTERCEPT])
+    si, sj, sk = key[STRIDE], key[STRIDE + 1], key[STRIDE + 2]
+    for k in range(first, last):
+        near = start + np.int64(indices[k])
+        if sk == 1 and agree(data, near, si, sj):
+            target[k] = stored_whole(data, near) * slope + intercept
+        else:
+            for tap in range(8):
+                place = near + (tap >> 2) * si + (tap >> 1 & 1) * sj + (tap & 1) * sk
+                labels[tap] = stored_whole(data, place) * slope + intercept
+            target[k] = winner(labels, weights, fractions[k], fractions[TILE_K + k], fractions[2 * TILE_K + k])
+
+
+@jit
+def winner(labels: Any, weights: Any, fi: Any, fj: Any, fk: Any) -> Any:
     """The label (8 neighbours, i slowest) with the greatest weight in steps of 1/128, the smaller of equals."""
     wi, wj, wk = int(floor(fi * STEPS + HALF)), int(floor(fj * STEPS + HALF)), int(floor(fk * STEPS + HALF))
+    for tap in range(8):
+        along_i, along_j, along_k = (
+            wi if tap >> 2 else 128 - wi,
+            wj if tap >> 1 & 1 else 128 - wj,
+            wk if tap & 1 else 128 - wk,
+        )
+        weights[tap] = along_i * along_j * along_k
     best, most = labels[0], 0
     for tap in range(8):
         total = 0
-        for other in range(8):
-            if labels[other] == labels[tap]:
-                along_i, along_j = wi if other >> 2 else 128 - wi, wj if other >> 1 & 1 else 128 - wj
-                total += along_i * along_j * (wk if other & 1 else 128 - wk)
+        for later in range(tap, 8):  # an earlier equal label has been counted with this one
+            if labels[later] == labels[tap]:
+                total += weights[later]
+        if 2 * total > 128**3:
+            return labels[tap]
         if total > most or (total == most and labels[tap] < best):
             best, most = labels[tap], total
     return best
@@ -218,7 +233,16 @@ def winner(labels: Any, fi: Any, fj: Any, fk: Any) -> Any:
 
 @jit
 def vote_at(
-    data: Any, points: Any, k: int, whole: Any, tile: Any, key: Any, channel: int, constants: Any, labels: Any
+    data: Any,
+    points: Any,
+    k: int,
+    whole: Any,
+    tile: Any,
+    key: Any,
+    channel: int,
+    constants: Any,
+    labels: Any,
+    weights: Any,
 ) -> Any:
     """One voxel near or beyond the border: neighbours outside the array vote for the pad label."""
     if not reaches_in(points, k, whole, tile):
@@ -232,7 +256,7 @@ def vote_at(
         if index >= 0:
             stored = stored_whole(data, channel * key[CHANNEL_STRIDE] + index)
             labels[tap] = stored * int(constants[SLOPE]) + int(constants[INTERCEPT])
-    return winner(labels, x - x0, y - y0, z - z0)
+    return winner(labels, weights, x - x0, y - y0, z - z0)
 
 
 # Shared --------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def read_linear(source: Source, points: Tensor, box: Box, base: NDArray[np.int64
 
 
 def read_nearest(source: Source, points: Tensor, base: NDArray[np.int64], out: Tensor) -> None:
-    """Labels at index floor(x + NEAREST_SHIFT) of `points` (3, I, J, K), relative to `base`, into `out` (C, I, J, K)."""
+    """Labels at index floor(x + NEAREST_SHIFT) of `points` (3, I, J, K) into `out` (C, I, J, K)."""
     out.copy_(labels_at(source, torch.floor(points + NEAREST_SHIFT), base))
 
 
