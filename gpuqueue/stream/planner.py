@@ -146,10 +146,11 @@ class Plans:
 
     def _loads_of(self, epochs: Iterable[int]) -> Iterator[tuple[int, int]]:
         for number in epochs:
-            shared, loads = self._find(number), 0
-            for loads, command in enumerate(shared.loads(), 1):
+            shared, is_empty = self._find(number), True
+            for command in shared.loads():
+                is_empty = False
                 yield number, command.volume
-            if not loads or shared.failed:
+            if is_empty or shared.failed:
                 return  # planning on could go on for ever without a load
 
     def resume(self, epoch: int, commands: Iterator[Command]) -> None:
