@@ -1,4 +1,7 @@
-"""GPUQueue: runs a command stream over volumes and patches. The one object a user holds."""
+"""GPUQueue: runs a command stream over volumes and patches. The one object a user holds.
+
+Over 300 lines, since a third of them is the one signature that users read, with what each argument means.
+"""
 
 from __future__ import annotations
 

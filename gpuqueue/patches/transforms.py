@@ -3,6 +3,8 @@
 All geometry is in world (RAS+) millimetres and degrees. A matrix is the forward map of content,
 `y = c + X (x - c) + t`. Names and parameters are TorchIO's. An axis of one voxel takes no part: nothing is scaled or
 displaced along it, and rotations stay in the plane.
+
+Over 300 lines, since three public classes carry their documentation and checks; they share one geometry.
 """
 
 from __future__ import annotations
