@@ -1,12 +1,13 @@
-"""How overlapping windows become one volume again."""
+"""How overlapping windows become one volume again, on the grid it came from."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from gpuqueue.arguments import one_of
-from gpuqueue.patches.gather.contract import Size
+from gpuqueue.patches.gather.contract import Mode, Read, Size, Source, gather
 from gpuqueue.patches.samplers import as_size
 from gpuqueue.patches.samplers.grid import Overlap, overlap_voxels
+from gpuqueue.patches.spatial import pull_back
+from gpuqueue.volumes.grid import Grid, crop_affine
+from gpuqueue.volumes.workers import FORK_LOCK
 
 MODES = ("average", "gaussian", "hann", "crop")
 _SIGMA = 1 / 8  # of a window, as nnU-Net and MONAI have it
@@ -121,7 +125,7 @@ class Aggregator:
             self._sum = _zeros((outputs.shape[1], *self.shape), dtype, self.device)
         outputs = outputs.to(self._sum)
         if self.device.type == "cpu":
-            (_copy_on_cpu if self.mode == "crop" else _add_on_cpu)(self._sum, outputs, windows)
+            _put_on_cpu(self._sum, outputs, windows, self.mode)
             return
         for output, (i, j, k) in zip(outputs, windows):
             part, target = output[:, i.own, j.own, k.own], self._sum[:, i.inside, j.inside, k.inside]
@@ -166,6 +170,23 @@ class Aggregator:
         return total
 
 
+def back_to(own: Grid, values: Tensor, reference: Grid, backend: str = "auto") -> Tensor:
+    """Values (C, I, J, K) on the `reference` grid, read on the `own` one: linearly, whole numbers from the nearest
+    voxel. Beyond the outer voxels' centres the outermost value stands."""
+    if own.shape == reference.shape and np.allclose(own.affine, reference.affine, rtol=0, atol=1e-9):
+        return values
+    linear = values.is_floating_point()
+    wide = torch.nn.functional.pad(values.float()[None], (1,) * 6, mode="replicate")[0]
+    stored = wide if linear else wide.to(torch.int32)
+    source = Source(stored, np.tile([1.0, 0.0], (len(values), 1)), np.zeros(len(values)))
+    pulled = pull_back(own, crop_affine(reference.affine, (-1, -1, -1)), np.eye(4), None, (0, 0, 0), own.shape)
+    result = torch.empty((1, len(values), *own.shape), dtype=torch.float32 if linear else torch.int64,
+                         device=values.device)  # fmt: skip
+    mode: Mode = "linear" if linear else "nearest"
+    gather({"x": [Read(source, pulled)]}, {"x": mode}, own.shape, {"x": result}, backend)
+    return result[0]
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU from NumPy, whose large arrays come in large pages and are not written before they are used."""
     if device.type != "cpu":
@@ -173,41 +194,40 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype))
 
 
-def _copy_on_cpu(total: Tensor, outputs: Tensor, windows: Sequence[Sequence[_Span]]) -> None:
-    """Each thread takes every n-th plane, as in `summing`."""
+def _put_on_cpu(total: Tensor, outputs: Tensor, windows: Sequence[Sequence[_Span]], mode: str) -> None:
+    """Copies or adds the windows, on the gather's threads."""
     from gpuqueue.patches.gather.numba_cpu import num_threads, run_all
-
-    array, values, threads = total.numpy(), outputs.numpy(), num_threads()
-
-    def copy(thread: int) -> None:
-        for window, (i, j, k) in zip(values, windows):
-            first = (thread - i.low) % threads
-            planes, own = slice(i.low + first, i.high, threads), slice(i.skipped + first, i.own.stop, threads)
-            np.copyto(array[:, planes, j.inside, k.inside], window[:, own, j.own, k.own])
-
-    run_all([functools.partial(copy, thread) for thread in range(threads)])
-
-
-def _add_on_cpu(total: Tensor, outputs: Tensor, windows: Sequence[Sequence[_Span]]) -> None:
-    from gpuqueue.patches.gather.numba_cpu import num_threads, run_all
-    from gpuqueue.summing import add_window
 
     array, threads = total.numpy(), num_threads()
-    jobs = [
-        (
-            window,
-            np.array([span.low for span in spans]),
-            np.array([span.skipped for span in spans]),
-            *(span.weights.astype(array.dtype) for span in spans),
-        )
-        for window, spans in zip(outputs.contiguous().numpy(), windows)
-    ]
+    kernel = _kernel("copy_window" if mode == "crop" else "add_window", array.dtype)
+    jobs: list[tuple[Any, ...]] = []
+    for window, spans in zip(outputs.contiguous().numpy(), windows):
+        low, skipped, count = np.array([(span.low, span.skipped, span.high - span.low) for span in spans]).T
+        weights = [span.weights.astype(array.dtype) for span in spans]
+        jobs.append((window, *np.ascontiguousarray([low, skipped]), *([count.copy()] if mode == "crop" else weights)))
 
-    def add(thread: int) -> None:
+    def put(thread: int) -> None:
         for job in jobs:
-            add_window(thread, threads, array, *job)
+            kernel(thread, threads, array, *job)
 
-    run_all([functools.partial(add, thread) for thread in range(threads)])
+    run_all([functools.partial(put, thread) for thread in range(threads)])
+
+
+@functools.cache
+def _kernel(name: str, dtype: np.dtype[Any]) -> Callable[..., None]:
+    """A compiled function of `summing`, compiled for this dtype while no process forks."""
+    with FORK_LOCK:
+        from gpuqueue import summing
+
+        kernel: Callable[..., None] = getattr(summing, name)
+        one, none, weight = np.zeros((1, 1, 1, 1), dtype), np.zeros(3, np.int64), np.ones(1, dtype)
+        arguments = {
+            "copy_window": (one, one, none, none, none),
+            "add_window": (one, one, none, none, weight, weight, weight),
+            "divide": (one, weight, weight, weight),
+        }
+        kernel(0, 1, *arguments[name])
+    return kernel
 
 
 def _divide(values: Tensor, total: Sequence[NDArray[np.float64]]) -> None:
@@ -216,9 +236,9 @@ def _divide(values: Tensor, total: Sequence[NDArray[np.float64]]) -> None:
         values.div_(torch.from_numpy(total[0]).to(values))
     elif values.device.type == "cpu":
         from gpuqueue.patches.gather.numba_cpu import num_threads, run_all
-        from gpuqueue.summing import divide
 
         array, threads = values.numpy(), num_threads()
+        divide = _kernel("divide", array.dtype)
         i, j, k = (weights.astype(array.dtype) for weights in total)
         run_all([functools.partial(divide, thread, threads, array, i, j, k) for thread in range(threads)])
     else:

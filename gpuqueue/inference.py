@@ -18,15 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuqueue.aggregator import MODES, Aggregator
+from gpuqueue.aggregator import MODES, Aggregator, back_to
 from gpuqueue.arguments import axis_codes, devices, one_of, three_spacings, whole
 from gpuqueue.patches.batch import Augmentation, Patch, PatchMaker, Stage, Wanted, assemble, run_stages
 from gpuqueue.patches.forward import Placed
-from gpuqueue.patches.gather.contract import BACKENDS, Mode, Read, Size, Source, gather
+from gpuqueue.patches.gather.contract import BACKENDS, Read, Size
 from gpuqueue.patches.prepare import Pad, Preparation, check_pad
 from gpuqueue.patches.samplers import UniformSampler, as_size
 from gpuqueue.patches.samplers.grid import Overlap, grid_starts, overlap_voxels
-from gpuqueue.patches.spatial import pull_back
 from gpuqueue.volumes.grid import Grid, crop_affine
 from gpuqueue.volumes.residents import Memory, Resident, memory_for
 from gpuqueue.volumes.volume import Volume, as_volume
@@ -210,23 +209,26 @@ class _Inference:
         Held by the caller it keeps the heap from shrinking; each layer of the next run would fault its memory in anew.
         """
         patches = [patch for _, patch in windows]
-        first = windows[0][0]
         for case in dict.fromkeys(case for case, _ in windows):
             memory.wait(case.resident)
-        tensors = self.maker.allocate(first.resident, len(patches), self.device)
+        some = windows[0][0]
+        tensors = self.maker.allocate(some.resident, len(patches), self.device)
         self.maker.gather_into(patches, tensors)
         batch = run_stages(assemble(patches, tensors, False), self.stages)
         with _evaluating(self.model):
-            outputs = self.model(batch[self._key(first.volume)])
+            outputs = self.model(batch[self._key(some.volume)])
         if not isinstance(outputs, Tensor) or outputs.ndim != 5 or len(outputs) != len(patches):
             what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(
                 f"the model must give a tensor ({len(patches)}, C, *patch_size) for {len(patches)} windows, "
                 f"got {what}; wrap it in a function that takes its main output"
             )
-        for (case, patch), result in zip(windows, outputs):
-            case.aggregator.add_batch(result[None], [*patch.start, *(patch.start + patch.size)])
-            case.left -= 1
+        first = 0
+        for case, same in itertools.groupby(windows, key=lambda window: window[0]):
+            locations = [[*patch.start, *(patch.start + patch.size)] for _, patch in same]
+            case.aggregator.add_batch(outputs[first : first + len(locations)], locations)
+            case.left -= len(locations)
+            first += len(locations)
         return outputs
 
     @torch.no_grad()
@@ -254,23 +256,6 @@ def _moved(patch: Patch, number: int, start: NDArray[np.int64]) -> Patch:
     reads = {key: Read(read.source, moved[id(read.pull_back)]) for key, read in patch.reads.items()}
     wanted = dataclasses.replace(patch.wanted, index=number)
     return Patch(wanted, start, patch.size, crop_affine(patch.affine, start - patch.start), reads, patch.parameters)
-
-
-def back_to(own: Grid, values: Tensor, reference: Grid, backend: str = "auto") -> Tensor:
-    """Values (C, I, J, K) on the `reference` grid, read on the `own` one: linearly, whole numbers from the nearest
-    voxel. Beyond the outer voxels' centres the outermost value stands."""
-    if own.shape == reference.shape and np.allclose(own.affine, reference.affine, rtol=0, atol=1e-9):
-        return values
-    linear = values.is_floating_point()
-    wide = torch.nn.functional.pad(values.float()[None], (1,) * 6, mode="replicate")[0]
-    stored = wide if linear else wide.to(torch.int32)
-    source = Source(stored, np.tile([1.0, 0.0], (len(values), 1)), np.zeros(len(values)))
-    pulled = pull_back(own, crop_affine(reference.affine, (-1, -1, -1)), np.eye(4), None, (0, 0, 0), own.shape)
-    result = torch.empty((1, len(values), *own.shape), dtype=torch.float32 if linear else torch.int64,
-                         device=values.device)  # fmt: skip
-    mode: Mode = "linear" if linear else "nearest"
-    gather({"x": [Read(source, pulled)]}, {"x": mode}, own.shape, {"x": result}, backend)
-    return result[0]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Adding and dividing weighted windows on the CPU, compiled: imported only where sums lie there.
+"""Copying, adding and dividing windows on the CPU, compiled: imported only where sums lie there.
 
 Each thread takes every n-th plane of the volume, for all windows of a batch, so that no voxel has two writers and every
 voxel sums in the order of the windows. (torch's own loops would start a second team of threads beside the gather's.)
@@ -28,6 +28,19 @@ def add_window(
                 weight = wi[i] * wj[j]
                 for k in range(len(wk)):
                     into[k] += row[k] * (weight * wk[k])
+
+
+@jit
+def copy_window(thread: int, of: int, total: Any, window: Any, low: Any, skipped: Any, count: Any) -> None:
+    """total (C, I, J, K) = window (C, i, j, k) for `count` voxels of each axis, likewise."""
+    i0, j0, k0 = skipped[0], skipped[1], skipped[2]
+    for i in range((thread - low[0]) % of, count[0], of):
+        for c in range(total.shape[0]):
+            for j in range(count[1]):
+                into = total[c, low[0] + i, low[1] + j, low[2] : low[2] + count[2]]
+                row = window[c, i0 + i, j0 + j, k0 : k0 + count[2]]
+                for k in range(count[2]):
+                    into[k] = row[k]
 
 
 @jit

@@ -263,7 +263,8 @@ def test_a_patch_of_128_a_side_is_within_tolerance(backend: str) -> None:
         "image": [Read(source((1, *shape)), pull_back)],
         "label": [Read(source((1, *shape), torch.uint8, label=True), pull_back)],
     }
-    check(backend, reads, MODES, (128, 128, 128))
+    # the interpreter is slow: fewer rows, of full length
+    check(backend, reads, MODES, (128, 8 if backend == "triton" else 128, 128))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16], ids=str)
@@ -371,7 +372,7 @@ def test_labels_never_gain_values(backend: str, mode: Mode) -> None:
     data = torch.ones(1, 24, 24, 24, dtype=torch.int16)
     data[:, 12:] = 9
     label = Source(data, np.array([[1.0, 0.0]]), np.zeros(1))
-    for seed in range(25):
+    for seed in range(8 if backend == "triton" else 100):
         turn = rotation(tuple(np.random.default_rng(seed).uniform(-40, 40, 3)))
         read = Read(label, mapping(turn, (12.0, 12.0, 12.0), elastic(seed, (24, 24, 24), (0, 0, 0))))
         out = run(backend, {"label": [read]}, {"label": mode}, (16, 16, 16))["label"]

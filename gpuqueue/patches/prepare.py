@@ -120,9 +120,8 @@ def _pad_values(volume: Volume, key: str, pad: Pad) -> NDArray[np.float64]:
 
 def _statistic(values: NDArray[Any], pad: str, rising: bool) -> float:
     """The mean, or what becomes the smallest true value where slopes are positive (`rising`) or negative."""
-    if pad == "mean":
-        return float(values.mean(dtype=np.float64))
-    return float(values.min() if rising else values.max())
+    with np.errstate(invalid="ignore"):
+        return float(values.mean(dtype=np.float64) if pad == "mean" else values.min() if rising else values.max())
 
 
 def check_pad(pad: Mapping[str, Pad] | None) -> dict[str, Pad]:

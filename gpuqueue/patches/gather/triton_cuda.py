@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuqueue.patches.gather import triton_kernels as kernels
-from gpuqueue.patches.gather.contract import Mode, PullBack, Reads, Size, Source, Spline
-from gpuqueue.patches.gather.copies import check_whole, copy_patch, is_copy
+from gpuqueue.patches.gather.contract import Mode, Reads, Size
+from gpuqueue.patches.gather.copies import copy_patch, is_copy
+from gpuqueue.patches.gather.triton_records import Group, describe_spline, float32, pack, spline_records, upload
 
 TILE: Size = (2, 8, 32)  # four voxels a thread
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}  # fusion's default changes in Triton 3.10
 CONTRACT_BLOCK = 256
+
 
 def gather(
     reads: Reads, modes: Mapping[str, Mode], size: Size, out: dict[str, Tensor], tile: Size | None = None

@@ -28,7 +28,7 @@ KEY_INTS: tl.constexpr = tl.constexpr(6)
 
 @triton.jit
 def typed(address, DTYPE: tl.constexpr):
-    """An address as a pointer to a stored dtype, by its number in `triton_cuda.DTYPES`."""
+    """An address as a pointer to a stored dtype, by its number in `triton_records.DTYPES`."""
     if DTYPE == 0:
         pointer = address.to(tl.pointer_type(tl.uint8))
     elif DTYPE == 1:
