@@ -193,7 +193,7 @@ def test_a_volume_that_failed_fails_alone(background):
     feed, _ = make_feed(endless, 0, background, answer=lambda epoch, index: failure if index == 1 else None)
     for epoch in range(2):
         feed.begin(epoch)
-        for volume in range(3):
+        for _ in range(3):
             feed.allow()
         assert value(feed.take(2, NEVER)) == 100 * epoch + 2
         with pytest.raises(gq.StageError, match=rf"'v1' failed in epoch {epoch}: OSError: bad sector\n\nIn loader w"):

@@ -165,7 +165,7 @@ class Feed:
         self._generation += 1
         self._order, self._order_ended = iter(()) if epoch is None else self._loads(epoch), False
         if not self._background:
-            self._issued.clear()  # an interrupted read never answers
+            self._issued.clear()  # nothing is asked for ahead here, and an interrupted read never answers
         for waiting in self._arrived.values():
             while waiting:
                 self._drop(waiting.popleft())

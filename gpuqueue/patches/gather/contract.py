@@ -109,9 +109,10 @@ def warm_up(pairs: Iterable[tuple[Mode, torch.dtype]], device: torch.device, bac
 
 def find_backend(name: str, device: torch.device) -> Backend:
     """The backend's function; imported only when asked for."""
-    if name == "auto":
-        on_cuda = "triton" if importlib.util.find_spec("triton") else "torch"
-        name = {"cpu": "numba", "cuda": on_cuda}.get(device.type, "torch")
+    if name == "auto" and device.type == "cuda":
+        name = "triton" if importlib.util.find_spec("triton") else "torch"
+    elif name == "auto":
+        name = "numba" if device.type == "cpu" else "torch"
     if name == "torch":
         from gpuqueue.patches.gather import reference
 
