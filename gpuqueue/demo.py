@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuqueue.patches.samplers import LabelSampler, Sampler
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
 from gpuqueue.profiling.report import show
 from gpuqueue.profiling.stats import Stats
@@ -215,16 +216,21 @@ def dice(
 def draw_patches(
     dataset: VolumeDataset, settings: DemoSettings, augment: Sequence[Any], name: str
 ) -> list[pathlib.Path]:
-    """One patch of some volumes, as a picture `NAME.png` and as NIfTI in the folder `NAME`."""
+    """One patch of some volumes, placed by a labelled voxel, as a picture `NAME.png` and as NIfTI in the folder `NAME`."""
     some = dataset.subset(dataset.ids[:: max(1, len(dataset) // _PICTURED)][:_PICTURED])
-    with make_queue(some, settings, augment, patches=1, batch=_PICTURED) as queue:
+    with make_queue(some, settings, augment, 1, _PICTURED, LabelSampler("label")) as queue:
         batch = next(iter(queue))
     show(batch, file=settings.out / f"{name}.png")
     return [settings.out / f"{name}.png", *save_nifti(batch, settings.out / name)]
 
 
 def make_queue(
-    dataset: VolumeDataset, settings: DemoSettings, augment: Sequence[Any], patches: int, batch: int
+    dataset: VolumeDataset,
+    settings: DemoSettings,
+    augment: Sequence[Any],
+    patches: int,
+    batch: int,
+    sampler: Sampler | None = None,
 ) -> GPUQueue:
     """The queue of the demo's settings."""
     return GPUQueue(
@@ -232,6 +238,7 @@ def make_queue(
         settings.patch_size,
         patches,
         batch_size=batch,
+        sampler=sampler,
         augment=augment,
         device=settings.device,
         augment_device=settings.augment_device,

@@ -164,8 +164,6 @@ class Feed:
     def _restart(self, epoch: int | None) -> None:
         self._generation += 1
         self._order, self._order_ended = iter(()) if epoch is None else self._loads(epoch), False
-        if not self._background:
-            self._issued.clear()  # nothing is asked for ahead here, and an interrupted read never answers
         for waiting in self._arrived.values():
             while waiting:
                 self._drop(waiting.popleft())
@@ -219,6 +217,9 @@ class Feed:
         except Exception as error:
             self._break(error)
             return
+        except BaseException:  # Ctrl-C in the caller's thread: what was being read never answers
+            self._issued.clear()
+            raise
         if item is None:
             return
         with self._changed:
