@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuqueue.patches.samplers import LabelSampler, Sampler
+from gpuqueue.patches.samplers import LabelSampler
 from gpuqueue.patches.transforms import RandomAffine, RandomElasticDeformation, RandomFlip
 from gpuqueue.profiling.report import show
 from gpuqueue.profiling.stats import Stats
@@ -216,33 +216,24 @@ def dice(
 def draw_patches(
     dataset: VolumeDataset, settings: DemoSettings, augment: Sequence[Any], name: str
 ) -> list[pathlib.Path]:
-    """One patch of some volumes, placed by a labelled voxel, as a picture `NAME.png` and as NIfTI in the folder `NAME`."""
+    """One patch of some volumes, about a labelled voxel, as a picture `NAME.png` and as NIfTI in the folder `NAME`."""
     some = dataset.subset(dataset.ids[:: max(1, len(dataset) // _PICTURED)][:_PICTURED])
-    with make_queue(some, settings, augment, 1, _PICTURED, LabelSampler("label")) as queue:
+    options = {"patches_per_volume": 1, "batch_size": _PICTURED, "sampler": LabelSampler("label"), "augment": augment}
+    with make_queue(some, settings, **options) as queue:
         batch = next(iter(queue))
     show(batch, file=settings.out / f"{name}.png")
     return [settings.out / f"{name}.png", *save_nifti(batch, settings.out / name)]
 
 
-def make_queue(
-    dataset: VolumeDataset,
-    settings: DemoSettings,
-    augment: Sequence[Any],
-    patches: int,
-    batch: int,
-    sampler: Sampler | None = None,
-) -> GPUQueue:
-    """The queue of the demo's settings."""
+def make_queue(dataset: VolumeDataset, settings: DemoSettings, **options: Any) -> GPUQueue:
+    """A queue of the demo's settings; `options` are others of GPUQueue."""
     return GPUQueue(
         volume_loader(dataset, num_workers=settings.workers),
         settings.patch_size,
-        patches,
-        batch_size=batch,
-        sampler=sampler,
-        augment=augment,
         device=settings.device,
         augment_device=settings.augment_device,
         seed=settings.seed,
+        **options,
     )
 
 
@@ -274,7 +265,8 @@ def _train_and_report(
     training: VolumeDataset, validation: VolumeDataset, prepare: ForNetwork, settings: DemoSettings, progress: Progress
 ) -> DemoReport:
     spatial = [RandomFlip(axes="LR"), RandomAffine(scales=0.1, degrees=15), RandomElasticDeformation()]
-    with make_queue(training, settings, [*spatial, prepare], settings.patches_per_volume, settings.batch_size) as queue:
+    options = {"patches_per_volume": settings.patches_per_volume, "batch_size": settings.batch_size}
+    with make_queue(training, settings, augment=[*spatial, prepare], **options) as queue:
         device = _device(settings.device)
         channels = next(iter(prepare.ranges.values())).shape[1]
         network = make_network(channels, len(prepare.labels), settings.seed).to(device)

@@ -190,7 +190,8 @@ def test_whatever_the_reader_raises_reaches_the_consumer_and_ends_the_workers(er
 def test_a_volume_that_failed_fails_alone(background):
     """Those before and after it are served; each epoch tells it anew."""
     failure = Failure("v1", "OSError", "bad sector", "In loader worker 0:\ntrace")
-    feed, _ = make_feed(endless, 0, background, answer=lambda epoch, index: failure if index == 1 else None)
+    answer = lambda epoch, index: failure if index == 1 else None  # noqa: E731
+    feed, _ = make_feed(endless, 0, background, answer=answer, ahead=3 * background)
     for epoch in range(2):
         feed.begin(epoch)
         for _ in range(3):

@@ -88,23 +88,15 @@ def test_looking_entries_up_in_workers_copies_no_memory(entries):
     60 MB together, with fewer by as much less."""
     grown = measured(
         """
-        from gpuqueue.volumes.loader import FlatText, ReadSettings, _ReadingDataset
-        from gpuqueue.volumes.workers import new_board
+        from gpuqueue.volumes.loader import Reader, ReadSettings
         class Paths(gq.VolumeDataset):
             def __getitem__(self, index):
                 self._entries[index]["image"]
                 raise KeyError  # so that nothing is made, or sent
         dataset = Paths([{"id": f"{i:0200}", "image": f"{i:0200}.nii"} for i in range(entries)])
-        ids = dataset.ids
-        captured = {}
-        loader = gq.volume_loader(dataset, num_workers=4)
-        from gpuqueue.volumes import loader as module
-        class Spy(module.DataLoader):
-            def __init__(self, dataset, **options):
-                captured["dataset"] = dataset
-        module.DataLoader = Spy  # what a worker gets
-        module.Reader(loader, ReadSettings(ids, None, True, None), iter(()), 0)
-        reading = captured["dataset"]
+        settings = ReadSettings(dataset.ids, None, True, None)
+        loader = gq.volume_loader(dataset, num_workers=1)
+        reading = Reader(loader, settings, iter(()), 0)._loader.dataset  # what a worker gets
         def uss():
             return psutil.Process().memory_full_info().uss / MB
         def look_up(answers):
