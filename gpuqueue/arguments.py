@@ -60,7 +60,10 @@ def devices(device: str | torch.device, augment_device: str | torch.device | Non
     def resolve(name: str | torch.device) -> torch.device:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        found = torch.device(name)
+        try:
+            found = torch.device(name)
+        except RuntimeError:
+            raise ValueError(f"device {name!r} is unknown; take 'auto', 'cpu', 'cuda' or 'cuda:1'") from None
         if found.type != "cuda":
             return found
         if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils.data import get_worker_info
@@ -69,6 +69,8 @@ class GPUQueue:
         orientation, spacing: The grid patches are cut from: axes nearest to these codes ("RAS"), voxels of this size
             (mm; one number or three). Coarser spacing aliases, as in every resampling without a filter.
         pad: Per key or role, what lies outside: a number, "minimum" or "mean" of the volume's channel.
+        label_interpolation: "nearest", or "vote": the label with the greatest summed trilinear weight among the eight
+            neighbours, which is smoother and never a new value.
         on_small: "pad" or "raise", when a patch is larger than its volume.
         dtypes: Per key or role, the dtype of delivered tensors; rounding and saturating towards integers.
         device: Where batches are delivered; "auto" is the current CUDA device, else the CPU.
@@ -118,6 +120,7 @@ class GPUQueue:
         orientation: str | None = None,
         spacing: float | Sequence[float] | None = None,
         pad: Mapping[str, Pad] | None = None,
+        label_interpolation: Literal["nearest", "vote"] = "nearest",
         on_small: str = "pad",
         dtypes: Mapping[str, torch.dtype] | None = None,
         device: str | torch.device = "auto",
@@ -135,6 +138,7 @@ class GPUQueue:
         whole("volumes_in_memory", volumes_in_memory, 1)
         whole("batch_size", batch_size, 1)
         one_of("augment_per", augment_per, ("patch", "volume"))
+        one_of("label_interpolation", label_interpolation, ("nearest", "vote"))
         one_of("on_small", on_small, ("pad", "raise"))
         one_of("backend", backend, BACKENDS)
         one_of("on_nonfinite", on_nonfinite, ("raise", "replace", "keep"))
@@ -182,7 +186,9 @@ class GPUQueue:
         if patch_queue_size is None:
             patch_queue_size = 2 * batch_size if gathered.type == "cpu" else 0
         ahead = -(-whole("patch_queue_size", patch_queue_size, 0) // batch_size)
-        maker = PatchMaker(size, self.patch_sampler, augmentation, seed, augment_per, same_every_epoch, backend)
+        maker = PatchMaker(
+            size, self.patch_sampler, augmentation, seed, augment_per, label_interpolation, same_every_epoch, backend
+        )
         self._source = PatchSource(
             maker, batch_size, drop_last, dict(dtypes or {}), gathered, delivered, ahead, return_parameters
         )
@@ -365,7 +371,7 @@ class GPUQueue:
                     ),
                 ),
                 (preparation, ("patch_size", "orientation", "spacing")),
-                (maker, ("augment_per",)),
+                (maker, ("augment_per", "label_interpolation")),
             )
             for name in names
         }

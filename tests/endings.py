@@ -246,6 +246,13 @@ def break_early(queue):
     return {}
 
 
+def consume_for_long(queue):
+    with contextlib.suppress(gq.QueueClosed):  # as it is told while the interpreter exits
+        for _ in range(100):
+            for _ in queue:
+                time.sleep(0.05)
+
+
 def live(kind, workers, context, size):
     """A queue in use when the process ends, or is told to; prints its workers' ids once it runs."""
     slow = Volumes("hang" if kind == "hanging" else "")
@@ -265,7 +272,7 @@ def live(kind, workers, context, size):
         for _ in iterator:
             sys.exit(5)
     if kind == "daemon thread":
-        threading.Thread(target=lambda: [time.sleep(0.05) for _ in range(100) for _ in queue], daemon=True).start()
+        threading.Thread(target=consume_for_long, args=(queue,), daemon=True).start()
         time.sleep(0.3)
         return None
     try:

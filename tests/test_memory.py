@@ -119,7 +119,7 @@ def test_looking_entries_up_in_workers_copies_no_memory(entries):
     assert grown < 60 * entries / 300_000, f"{grown:.1f} MB"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])  # the long run below has workers
 def test_memory_is_flat_over_epochs(workers):
     """H29 with its values: 100 volumes of 64^3, 10 epochs, without the garbage collector; early breaks among them."""
     grown, threads, open_files = measured(

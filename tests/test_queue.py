@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -434,6 +435,7 @@ REFUSED = {
     "no transform": (dict(augment=["flip"]), "flip"),
     "rank alone": (dict(rank=1), "world_size"),
     "no cuda": (dict(device="cuda"), "CUDA"),
+    "unknown device": (dict(device="gpu"), "'gpu' is unknown"),
 }
 
 
@@ -515,3 +517,26 @@ def test_a_strategy_of_ones_own_must_keep_the_counts():
         pytest.raises(gq.StreamError, match="3 patch"),
     ):
         list(queue)
+
+
+class Dice(torch.utils.data.Dataset):
+    """Volumes of what the three common generators say in the worker that reads them."""
+
+    ids = [f"d{i}" for i in range(40)]
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        numbers = np.array([random.random(), np.random.rand(), torch.rand(1).item()], np.float32)
+        return gq.Volume(self.ids[index], {"image": numbers.reshape(3, 1, 1, 1)})
+
+
+def test_workers_do_not_draw_the_same_numbers():
+    """H18: 40 items by 4 workers give 40 values of each generator, and 40 augmentations."""
+    settings = {"device": "cpu", "augment": [gq.RandomAffine(degrees=30)], "return_parameters": True}
+    with gq.GPUQueue(gq.volume_loader(Dice(), num_workers=4), 1, 1, **settings) as queue:
+        batches = list(queue)
+    assert [len(torch.cat([b["image"] for b in batches])[:, c].unique()) for c in range(3)] == [40] * 3
+    with queue_of([idvol(n) for n in range(40)], 1, 8, augment=settings["augment"], return_parameters=True) as queue:
+        assert len({p["affine"].tobytes() for batch in queue for p in batch["parameters"]}) == 40

@@ -486,3 +486,42 @@ def test_an_axis_of_one_voxel_takes_no_part(shape, backend):
         assert np.abs(np.linalg.det(forward[:3, :3])) < 0.85
         expected = slow.linear(volume["image"].numpy(), points, [0])
         assert np.abs(batch["image"][row].numpy() - expected).max() < 1e-4
+
+
+def test_voting_labels_follow_the_summed_weights_of_their_neighbours(backend):
+    """`label_interpolation="vote"` against a one-hot linear read in float64, ties and thresholds apart; never a new
+    value, and still a copy where whole voxels move."""
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 4, (5, 6, 5)).repeat(4, 0).repeat(4, 1).repeat(4, 2).astype(np.uint8)
+    volume = gq.Volume("a", {"image": coarse.astype(np.float32), "label": coarse})
+    augment = [fixed((11, -17, 23), (1.1, 0.9, 1.0)), gq.RandomElasticDeformation(7, 1.2)]
+    batch = whole(volume, augment, backend=backend, label_interpolation="vote", pad={"label": 0})
+    drawn = batch["parameters"][0]["affine"], batch["parameters"][0]["control_points"]
+    points = slow.source_points(np.eye(4), coarse.shape, np.eye(4), *drawn)
+    weights = slow.linear(np.stack([coarse == c for c in range(4)]), points, [1, 0, 0, 0])
+    best = np.sort(weights, axis=0)
+    clear = best[-1] - best[-2] > 0.06  # fractions are rounded to 1/128 on three axes
+    assert clear.mean() > 0.8
+    assert (batch["label"][0, 0].numpy() == weights.argmax(0))[clear].all()
+    assert torch.equal(
+        whole(volume, backend=backend, label_interpolation="vote")["label"][0, 0], torch.from_numpy(coarse).long()
+    )
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_transform_that_is_not_applied_leaves_every_bit(name, batch_size, backend):
+    """H58, on the CPU: p of 0, 0.5 and 1 with one and several patches; on CUDA the same tests run where there is one."""
+    rng = np.random.default_rng(0)
+    volume = gq.Volume("a", {"image": rng.random((24, 24, 24)).astype(np.float32)})
+    changed = {}
+    for p in (0, 0.5, 1):
+        augment = [type(t).__new__(type(t)) for t in TRANSFORMS[name]]
+        for new, old in zip(augment, TRANSFORMS[name]):
+            new.__dict__.update(old.__dict__ | {"p": p} | ({"flip_probability": 1.0} if name == "flip" else {}))
+        with gq.GPUQueue(
+            [volume], 24, 24, batch_size=batch_size, augment=augment, device="cpu", backend=backend
+        ) as queue:
+            same = [torch.equal(image, volume["image"]) for batch in queue for image in batch["image"]]
+        changed[p] = 1 - np.mean(same)
+    assert changed[0] == 0 and changed[1] == 1 and 0.1 < changed[0.5] <= 1

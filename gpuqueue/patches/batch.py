@@ -27,8 +27,6 @@ from gpuqueue.volumes.workers import FORK_LOCK
 
 Batch = dict[str, Any]
 Stage = Callable[[Batch], Batch]
-_MODES: dict[str, Mode] = {"image": "linear", "map": "linear", "label": "nearest"}
-_DTYPES = {"linear": torch.float32, "nearest": torch.int64}
 _BLOCKS_AHEAD = 5  # of random numbers, made for all patches at once; a sampler that needs more makes them alone
 
 
@@ -104,6 +102,7 @@ class PatchMaker:
     augmentation: Augmentation
     seed: int
     augment_per: str = "patch"
+    label_interpolation: Mode = "nearest"
     same_every_epoch: bool = False
     backend: str = "auto"
     tally: Tally = field(default_factory=Tally)
@@ -133,11 +132,15 @@ class PatchMaker:
             )
         reads = {key: [patch.reads[key] for patch in patches] for key in out}
         roles = patches[0].wanted.resident.roles
-        gather(reads, {key: _MODES[roles[key]] for key in out}, (i, j, k), out, self.backend)
+        gather(reads, {key: self.mode(roles[key]) for key in out}, (i, j, k), out, self.backend)
+
+    def mode(self, role: str) -> Mode:
+        """How keys of a role are read."""
+        return self.label_interpolation if role == "label" else "linear"
 
     def kernels(self, resident: Resident) -> frozenset[tuple[Mode, torch.dtype]]:
         """Which kernels reading this volume takes."""
-        return frozenset((_MODES[resident.roles[key]], array.dtype) for key, array in resident.arrays.items())
+        return frozenset((self.mode(resident.roles[key]), array.dtype) for key, array in resident.arrays.items())
 
     def warm_up(self, kernels: Iterable[tuple[Mode, torch.dtype]], device: torch.device) -> None:
         """Compiles these kernels, or loads them from disk, while no worker is being forked."""
@@ -148,7 +151,11 @@ class PatchMaker:
         """Fresh tensors for `count` patches of volumes like this one."""
         size = self.size_of(resident)
         return {
-            key: torch.empty((count, len(array), *size), dtype=_DTYPES[_MODES[resident.roles[key]]], device=device)
+            key: torch.empty(
+                (count, len(array), *size),
+                dtype=torch.int64 if resident.roles[key] == "label" else torch.float32,
+                device=device,
+            )
             for key, array in resident.arrays.items()
         }
 
@@ -250,22 +257,22 @@ def assemble(patches: Sequence[Patch], tensors: Mapping[str, Tensor], return_par
 
 def run_stages(batch: Batch, stages: Sequence[Stage]) -> Batch:
     """Runs the user's stages in order; StageError names the stage and the patches of the batch."""
+    volumes, index, epoch = batch["volume"], batch["index"].tolist(), batch["epoch"]  # a stage may drop them
     for stage in stages:
         name = stage_name(stage)
-        which = ", ".join(f"{v!r} k={k}" for v, k in zip(batch["volume"], batch["index"].tolist()))
-        volumes, index, epoch = batch["volume"], batch["index"], batch["epoch"]
         try:
             batch = stage(batch)
             if not isinstance(batch, dict):
                 raise TypeError(f"a stage must return the batch, a dict; {name} returned {type(batch).__name__}")
         except Exception as error:
+            which = ", ".join(f"{volume!r} k={k}" for volume, k in zip(volumes, index))
             raise StageError(
                 f"stage {name!r} failed in epoch {epoch} on a batch of the patches {which}: "
                 f"{type(error).__name__}: {error}",
                 stage=name,
                 volume=volumes[0],
                 epoch=epoch,
-                index=int(index[0]),
+                index=index[0],
             ) from error
     return batch
 
